@@ -1,0 +1,55 @@
+"""The Hadamard rotation of V, folded into the weights so that it costs nothing when serving.
+
+Attention is linear in V, so for an orthogonal R and attention weights p
+
+    W_o sum_t p_t v_t  =  (W_o R^T) sum_t p_t (R v_t)
+
+W_v becomes R W_v, W_o becomes W_o R^T, the cache holds R v, whose outliers are spread over all channels, and the model's
+output is the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from scipy.linalg import hadamard
+from torch import nn
+
+from nibble.errors import NibbleError
+
+
+def hadamard_matrix(head_dim: int) -> torch.Tensor:
+    """Orthogonal float64 [head_dim, head_dim].
+
+    A head size that is no power of two gets equal diagonal blocks of the largest power of two that divides it
+    (96: three blocks of 32).
+    """
+    block = head_dim & -head_dim
+    blocks = [torch.from_numpy(hadamard(block)).double() / block**0.5] * (head_dim // block)
+    return torch.block_diag(*blocks)
+
+
+def rotate(values: torch.Tensor) -> torch.Tensor:
+    """R v for every v in values [..., head_dim], in their own type."""
+    return values @ hadamard_matrix(values.shape[-1]).T.to(values)
+
+
+@torch.no_grad()
+def fold_value_rotation(attention: nn.Module, head_dim: int) -> None:
+    """Fold the rotation into one attention layer's v_proj (weight and bias) and o_proj, in place.
+
+    Computed in float64 and rounded once to the weights' type. Raises NibbleError if the layer has no v_proj and o_proj.
+    """
+    if not (isinstance(getattr(attention, "v_proj", None), nn.Linear) and hasattr(attention, "o_proj")):
+        raise NibbleError(
+            f"V rotation: got {type(attention).__name__} without linear v_proj and o_proj; use a KV format that does "
+            "not rotate V (int8, int8-static, fp16)"
+        )
+    rotation = hadamard_matrix(head_dim)
+    v_weight, o_weight = attention.v_proj.weight, attention.o_proj.weight
+    v_heads = v_weight.double().unflatten(0, (-1, head_dim))
+    v_weight.copy_((rotation @ v_heads).flatten(0, 1))
+    if attention.v_proj.bias is not None:
+        bias_heads = attention.v_proj.bias.double().unflatten(0, (-1, head_dim))
+        attention.v_proj.bias.copy_((bias_heads @ rotation.T).flatten())
+    o_heads = o_weight.double().unflatten(1, (-1, head_dim))
+    o_weight.copy_((o_heads @ rotation.T).flatten(1))
