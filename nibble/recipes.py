@@ -1,0 +1,170 @@
+"""Recipes: what `MODEL=` and `KV=` mean. A run is a model recipe, a KV recipe and the limits of the server.
+
+    recipes/models/<name>.yaml   where the weights come from, their type, tensor parallel size, longest context
+    recipes/kv/<name>.yaml       how K and V are stored and which pages stay in fp16
+    recipes/serve/default.yaml   what one running engine may take
+
+A model may also be any local Hugging Face folder or hub id; it gets a recipe by default values. Recipes are resolved
+once; every artefact carries a copy.
+
+    >>> load_kv_recipe("int4").format.k.bits
+    4
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+
+from nibble.errors import NibbleError
+from nibble.formats import KVFormat, ScaleKind, TensorFormat
+from nibble.paths import RECIPES_DIR
+from nibble.strict_yaml import StrictModel, read_mapping, validate
+from nibble.visibility import PagePolicy
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+DEFAULT_MAX_CONTEXT = 8192
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Tokens = Annotated[int, Field(ge=64, le=1 << 20)]
+Pages = Annotated[int, Field(ge=0, le=16)]
+
+
+class ModelRecipe(StrictModel):
+    """Where a model comes from and how it is run.
+
+    source: `pypi:<wheel>`, a hub id, or the absolute path of a folder. max_context: tokens.
+    """
+
+    name: Name
+    source: str
+    dtype: Literal["float32", "bfloat16", "float16", "auto"]
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)]
+    max_context: Tokens
+
+
+class TensorRecipe(StrictModel):
+    """How K or V is stored in a sealed page; the fields of `nibble.formats.TensorFormat`."""
+
+    bits: Literal[4, 8, 16]
+    scale: Literal["none", "page_channel", "token", "static_channel"]
+    rotated: bool
+
+    @property
+    def format(self) -> TensorFormat:
+        return TensorFormat(self.bits, ScaleKind(self.scale), self.rotated)
+
+
+class KVRecipe(StrictModel):
+    """A KV format and its page policy."""
+
+    name: Name
+    k: TensorRecipe
+    v: TensorRecipe
+    sink_pages: Pages
+    recent_pages: Pages
+
+    @property
+    def format(self) -> KVFormat:
+        return KVFormat(self.name, self.k.format, self.v.format)
+
+    @property
+    def policy(self) -> PagePolicy:
+        return PagePolicy(self.sink_pages, self.recent_pages)
+
+
+class ServeRecipe(StrictModel):
+    """What one running engine may take: tokens of a sequence, sequences at once, tokens of a prefill chunk, queue."""
+
+    name: Name
+    max_context: Tokens
+    max_running: Annotated[int, Field(ge=1, le=4096)]
+    chunk_tokens: Annotated[int, Field(ge=1, le=65536)]
+    max_waiting: Annotated[int, Field(ge=0, le=1 << 20)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+Recipe = TypeVar("Recipe", ModelRecipe, KVRecipe, ServeRecipe)
+
+
+def load_model_recipe(model: str, **overrides: Any) -> ModelRecipe:
+    """The recipe of a shipped name, a recipe file (.yaml), a local folder or a hub id.
+
+    overrides: fields of ModelRecipe; None means not given. Raises NibbleError (unknown name, bad file, bad override).
+    """
+    path = Path(model).expanduser()
+    if model in recipe_names("models") or path.suffix == ".yaml":
+        return _load(ModelRecipe, "models", model, overrides)
+    if path.is_dir():
+        return _default_model_recipe(_slug(path.resolve().name), str(path.resolve()), overrides)
+    if HUB_ID.fullmatch(model):
+        return _default_model_recipe(_slug(model), model, overrides)
+    raise NibbleError(
+        f"model: got {model!r}, which is no recipe, no folder and no hub id; allowed {', '.join(recipe_names('models'))}, "
+        "a recipe file (.yaml), the path of a Hugging Face folder, or owner/name of the hub"
+    )
+
+
+def load_kv_recipe(kv: str, **overrides: Any) -> KVRecipe:
+    """The KV recipe of a shipped name or a recipe file (.yaml). Raises NibbleError."""
+    recipe = _load(KVRecipe, "kv", kv, overrides)
+    try:
+        recipe.format  # noqa: B018  formats that contradict themselves are refused here
+    except NibbleError as error:
+        raise NibbleError(f"KV recipe {recipe.name}: {error}") from error
+    return recipe
+
+
+def load_serve_recipe(name: str = "default", **overrides: Any) -> ServeRecipe:
+    """The limits of a server by name or recipe file (.yaml). Raises NibbleError."""
+    return _load(ServeRecipe, "serve", name, overrides)
+
+
+def recipe_names(kind: str) -> list[str]:
+    """The shipped recipes of one kind ("models", "kv", "serve"), sorted."""
+    return sorted(path.stem for path in (RECIPES_DIR / kind).glob("*.yaml"))
+
+
+def _load(model: type[Recipe], kind: str, name: str, overrides: dict[str, Any]) -> Recipe:
+    path = _recipe_file(kind, name)
+    recipe = validate(model, read_mapping(path), str(path))
+    if recipe.name != path.stem:
+        raise NibbleError(f"{path}: key name: got {recipe.name!r}, allowed {path.stem!r} (the file's name)")
+    return _override(recipe, overrides)
+
+
+def _recipe_file(kind: str, name: str) -> Path:
+    if name in recipe_names(kind):
+        return RECIPES_DIR / kind / f"{name}.yaml"
+    path = Path(name).expanduser()
+    if path.suffix == ".yaml" and path.is_file():
+        return path
+    raise NibbleError(
+        f"{kind} recipe: got {name!r}, allowed {', '.join(recipe_names(kind))}, or the path of a recipe file (.yaml)"
+    )
+
+
+def _override(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
+    given = {key: value for key, value in overrides.items() if value is not None}
+    if not given:
+        return recipe
+    return validate(type(recipe), {**recipe.model_dump(), **given}, f"override of recipe {recipe.name}")
+
+
+def _default_model_recipe(name: str, source: str, overrides: dict[str, Any]) -> ModelRecipe:
+    values = {
+        "name": name,
+        "source": source,
+        "dtype": "auto",
+        "tensor_parallel": 1,
+        "max_context": DEFAULT_MAX_CONTEXT,
+    }
+    return _override(validate(ModelRecipe, values, f"model {source}"), overrides)
+
+
+def _slug(name: str) -> str:
+    """A folder name for engines/: owner/name becomes owner--name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name.replace("/", "--")).lstrip(".-_") or "model"
