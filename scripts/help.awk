@@ -1,0 +1,20 @@
+# Print the `target: ... ## what it does` lines of a Makefile, then the variables.
+BEGIN {
+    FS = ":.*## "
+    print "NibbleKV: language models with an int8 or int4 KV cache.\n\nTwo commands to begin with: make demo, make test\n"
+}
+/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $1, $2 }
+END {
+    print "\nVariables (make engine MODEL=smollm2-135m KV=int4):"
+    print "  MODEL        a recipe of recipes/models, a folder with a Hugging Face model, or a hub id"
+    print "  KV           a recipe of recipes/kv: fp16 int8 k8v4 int4 int8-static int4-static"
+    print "  PROMPTS      calibration prompts: file.jsonl, file.txt or a hub data set"
+    print "  N, SEED      how many prompts, and which"
+    print "  HOST         native (default) or trtllm"
+    print "  CONTEXT      longest sequence, in tokens"
+    print "  BATCH        sequences at once"
+    print "  PORT         HTTP port of the server; gRPC is the next one, metrics the one after"
+    print "  KV_FALLBACK  fp16: serve the engine with an fp16 cache"
+    print "  QUICK        1: evaluate on less text"
+    print "  PYTHON       interpreter for .venv, 3.11 or 3.12"
+}
