@@ -1,0 +1,52 @@
+"""An evaluation plan: how much text, how long, how the speed is taken. `recipes/eval/<name>.yaml`, strict.
+
+>>> load_plan("quick", windows=4).windows
+4
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from nibble.errors import NibbleError
+from nibble.paths import RECIPES_DIR
+from nibble.recipes import recipe_names
+from nibble.strict_yaml import StrictModel, read_mapping, validate
+
+
+class SpeedPlan(StrictModel):
+    """Prompt and generated tokens of a timed stream, how many streams at once, how often (the median counts)."""
+
+    prompt_tokens: Annotated[int, Field(ge=16, le=1 << 20)]
+    decode_tokens: Annotated[int, Field(ge=2, le=65536)]
+    streams: Annotated[int, Field(ge=1, le=256)]
+    repeats: Annotated[int, Field(ge=1, le=99)]
+
+
+class EvalPlan(StrictModel):
+    """windows of window_tokens each; memory_tokens is the sequence length at which the allocator is read."""
+
+    name: str
+    windows: Annotated[int, Field(ge=1, le=100_000)]
+    window_tokens: Annotated[int, Field(ge=16, le=1 << 20)]
+    seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+    speed: SpeedPlan
+    memory_tokens: Annotated[int, Field(ge=64, le=1 << 20)]
+
+    @property
+    def max_context(self) -> int:
+        """The longest sequence that any part of the plan needs."""
+        timed = self.speed.prompt_tokens + self.speed.decode_tokens
+        return max(self.window_tokens, self.memory_tokens + 1, timed)
+
+
+def load_plan(name: str, **overrides: Any) -> EvalPlan:
+    """The plan of that name with fields replaced; None means not given. NibbleError (unknown name, bad value)."""
+    if name not in recipe_names("eval"):
+        raise NibbleError(f"evaluation plan: got {name!r}, allowed {', '.join(recipe_names('eval'))}")
+    path = RECIPES_DIR / "eval" / f"{name}.yaml"
+    plan = validate(EvalPlan, read_mapping(path), str(path))
+    given = {key: value for key, value in overrides.items() if value is not None}
+    return validate(EvalPlan, {**plan.model_dump(), **given}, "command line")

@@ -1,0 +1,152 @@
+"""The evaluation from start to end: engines, windows, memory, quality, speed, the served check, one stored report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from eval.compare import compare_window
+from eval.config import EvalPlan
+from eval.environment import code_sha256, describe_environment
+from eval.measures import PositionMeasures
+from eval.memory import measure_memory
+from eval.partial import PartialRun, open_partial, partial_key
+from eval.progress import position_progress
+from eval.records import SCHEMA_VERSION, Memory, Quality, Report, ServedCheck, Speed, Summary
+from eval.report import render_html
+from eval.results import partial_dir, results_dir, store_run
+from eval.served import check_served, skipped_check
+from eval.speed import measure_speed, random_prompt
+from eval.statistics import summarise
+from eval.subjects import Subjects, check_request, load_subjects, require_baseline, require_engine
+from eval.windows import WindowSet, choose_windows
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """What to evaluate. served: also ask a served endpoint for its greedy tokens."""
+
+    model: str
+    kv: str
+    plan: EvalPlan
+    served: bool = True
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that was measured, before it is written down."""
+
+    positions: list[PositionMeasures]
+    memory: Memory
+    speed: Speed
+    served: ServedCheck
+
+
+def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
+    """Measure everything and store the run; returns the report and its folder. NibbleError for bad input."""
+    started, created = time.monotonic(), datetime.now(UTC)
+    recipe = check_request(request.model, request.kv, request.plan)
+    subjects = _prepare(request, console)
+    text = _choose_text(subjects, request.plan)
+    with open_partial(partial_dir(recipe.name, request.kv), _key(subjects, text)) as partial:
+        measured = _measure(request, subjects, text, partial, console)
+        report = _report(request, recipe.name, subjects, text, measured, created, time.monotonic() - started)
+        files: dict[str, str | Path] = {
+            "report.json": report.model_dump_json(indent=2) + "\n",
+            "report.html": render_html(report, measured.positions),
+            "positions.jsonl": partial.path,
+        }
+        return report, store_run(results_dir(recipe.name, request.kv), created, files)
+
+
+def _prepare(request: EvalRequest, console: Console) -> Subjects:
+    quantized = require_engine(request.model, request.kv)
+    fp16 = require_baseline(request.model, console)
+    console.print(f"loading {request.model} twice: KV {request.kv} and fp16")
+    return load_subjects(quantized, fp16, request.plan)
+
+
+def _choose_text(subjects: Subjects, plan: EvalPlan) -> WindowSet:
+    tokenizer = subjects.quantized.tokenizer
+    return choose_windows(tokenizer, count=plan.windows, window_tokens=plan.window_tokens, seed=plan.seed)
+
+
+def _key(subjects: Subjects, text: WindowSet) -> str:
+    """Names everything that decides the numbers of a window."""
+    engines = [record.engine_hash for record in subjects.records.values()]
+    return partial_key(str(SCHEMA_VERSION), *engines, text.sha256, code_sha256())
+
+
+def _measure(
+    request: EvalRequest, subjects: Subjects, text: WindowSet, partial: PartialRun, console: Console
+) -> Measured:
+    plan, quantized, fp16 = request.plan, subjects.quantized, subjects.fp16
+    memory = measure_memory(quantized, fp16, random_prompt(len(quantized.tokenizer), plan.memory_tokens, plan.seed))
+    positions = compare_windows(subjects, text, partial)
+    console.print("timing both engines in turn")
+    speed = measure_speed(quantized, fp16, plan.speed, plan.seed)
+    if not request.served:
+        return Measured(positions, memory, speed, skipped_check("not asked for (--no-served)"))
+    console.print("asking the served endpoint for the same greedy tokens")
+    served = check_served(quantized, subjects.quantized_dir, text.windows, console)
+    return Measured(positions, memory, speed, served)
+
+
+def compare_windows(subjects: Subjects, text: WindowSet, partial: PartialRun) -> list[PositionMeasures]:
+    """Measure every window that `partial` does not have yet; returns all of them, in order."""
+    finished = [partial.measured(window) for window in text.windows]
+    done = sum(len(measures) for measures in finished if measures is not None)
+    with position_progress(text.positions, done) as advance:
+        for index, window in enumerate(text.windows):
+            if finished[index] is None:
+                measures = compare_window(subjects.fp16, subjects.quantized, window, index, advance)
+                finished[index] = partial.add(window, measures)
+    return [measures for measures in finished if measures is not None]
+
+
+def _report(
+    request: EvalRequest,
+    model: str,
+    subjects: Subjects,
+    text: WindowSet,
+    measured: Measured,
+    created: datetime,
+    seconds: float,
+) -> Report:
+    quality = summarise(text.windows, measured.positions, seed=request.plan.seed)
+    return Report(
+        created=created.isoformat(timespec="seconds"),
+        seconds=seconds,
+        summary=_summary(model, request.kv, quality, measured),
+        plan=request.plan,
+        engines=subjects.records,
+        inputs=text.record,
+        quality=quality,
+        memory=measured.memory,
+        speed=measured.speed,
+        served=measured.served,
+        environment=describe_environment(),
+    )
+
+
+def _summary(model: str, kv: str, quality: Quality, measured: Measured) -> Summary:
+    memory, speed = measured.memory, measured.speed
+    return Summary(
+        model=model,
+        kv=kv,
+        tokens=quality.positions,
+        kl_mean=quality.kl.mean,
+        kl_p999=quality.kl.p999,
+        ppl=quality.ppl,
+        ppl_fp16=quality.ppl_fp16,
+        ppl_delta_pct=quality.ppl_delta_pct.value,
+        top1_agreement=quality.top1_agreement.value,
+        bytes_per_token=memory.quantized.sealed_bytes_per_token,
+        bytes_per_token_fp16=memory.fp16.sealed_bytes_per_token,
+        decode_tokens_per_s=speed.quantized.decode_tokens_per_s,
+        decode_tokens_per_s_fp16=speed.fp16.decode_tokens_per_s,
+    )

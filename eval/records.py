@@ -1,0 +1,186 @@
+"""What an evaluation writes down: report.json as typed records, frozen and strict, with a schema version.
+
+`Report.model_json_schema()` is the schema. `summary` is flat on purpose: it is what scripts and dashboards read.
+Units are in the names: nats for KL and losses, bytes for memory, `_pct` for per cent; shares are 0 to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from eval.config import EvalPlan
+from nibble.strict_yaml import StrictModel
+
+SCHEMA_VERSION = 1  # of Report; a change of meaning makes it 2
+
+
+class Summary(StrictModel):
+    """The figures of a run on one level. tokens: positions measured. bytes_per_token: sealed, whole model."""
+
+    model: str
+    kv: str
+    tokens: int
+    kl_mean: float
+    kl_p999: float
+    ppl: float
+    ppl_fp16: float
+    ppl_delta_pct: float
+    top1_agreement: float
+    bytes_per_token: float
+    bytes_per_token_fp16: float
+    decode_tokens_per_s: float
+    decode_tokens_per_s_fp16: float
+
+
+class Estimate(StrictModel):
+    """A figure and its 95 % interval [low, high] over windows; None with fewer than two windows."""
+
+    value: float
+    interval: list[float] | None
+
+
+class Distribution(StrictModel):
+    """KL over positions, nats."""
+
+    mean: float
+    p50: float
+    p99: float
+    p999: float
+    max: float
+
+
+class Bucket(StrictModel):
+    """The positions [start, end) of every window."""
+
+    start: int
+    end: int
+    positions: int
+    kl: Distribution
+    ppl_delta_pct: float
+    top1_agreement: float
+
+
+class WindowFigures(StrictModel):
+    """One window: where it is from and its means (kept so that two runs can be compared in pairs)."""
+
+    text: str
+    start: int
+    sha256: str
+    kl_mean: float
+    nll: float
+    nll_fp16: float
+    top1_agreement: float
+
+
+class Quality(StrictModel):
+    """Both engines on the same text. ppl is token perplexity over windows, not lm-eval's word perplexity."""
+
+    positions: int
+    windows: int
+    kl: Distribution
+    kl_mean: Estimate
+    ppl: float
+    ppl_fp16: float
+    ppl_delta_pct: Estimate
+    top1_agreement: Estimate
+    buckets: list[Bucket]
+    per_window: list[WindowFigures]
+
+
+class Footprint(StrictModel):
+    """Cache memory of one engine with one running sequence of `tokens` tokens, read from its allocator.
+
+    sealed_bytes_per_token: the manifest's figure, all layers. *_bytes: pages in use times their size.
+    """
+
+    tokens: int
+    sealed_bytes_per_token: float
+    sealed_bytes: int
+    open_bytes: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Sealed and open pages together, over the sequence."""
+        return (self.sealed_bytes + self.open_bytes) / self.tokens
+
+
+class Memory(StrictModel):
+    """Both engines' footprints at the same length."""
+
+    quantized: Footprint
+    fp16: Footprint
+
+
+class EngineSpeed(StrictModel):
+    """Tokens per second, medians: one prompt read, one stream decoding, many streams decoding together."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    decode_tokens_per_s_streams: float
+
+
+class Speed(StrictModel):
+    """Both engines timed in turn in one process."""
+
+    quantized: EngineSpeed
+    fp16: EngineSpeed
+    streams: int
+    repeats: int
+
+
+class ServedCheck(StrictModel):
+    """Whether the served endpoint gave the in-process engine's greedy tokens; failed: it gave none."""
+
+    outcome: Literal["same", "different", "failed", "skipped"]
+    detail: str
+    prompts: int
+
+
+class EngineRecord(StrictModel):
+    """Which engine it was. fallback_reason: why it ran with an fp16 cache, if it did."""
+
+    kv: str
+    engine_hash: str
+    fallback_reason: str | None
+
+
+class TextRecord(StrictModel):
+    """One text file and how many windows came from it."""
+
+    name: str
+    sha256: str
+    windows: int
+
+
+class Inputs(StrictModel):
+    """The text that was read. bos: the token id put before every window, if the tokenizer does that."""
+
+    sha256: str
+    bos: int | None
+    texts: list[TextRecord]
+
+
+class Environment(StrictModel):
+    """Where and with what it ran."""
+
+    commit: str
+    code_sha256: str
+    versions: dict[str, str]
+    machine: dict[str, str | int]
+
+
+class Report(StrictModel):
+    """report.json."""
+
+    schema_version: Literal[1] = 1
+    created: str
+    seconds: float
+    summary: Summary
+    plan: EvalPlan
+    engines: dict[str, EngineRecord]
+    inputs: Inputs
+    quality: Quality
+    memory: Memory
+    speed: Speed
+    served: ServedCheck
+    environment: Environment

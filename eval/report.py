@@ -1,0 +1,76 @@
+"""report.html: one file that needs nothing else, for a phone or a desk, by day or by night."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from eval import plots
+from eval.figures import comparison_rows
+from eval.measures import PositionMeasures
+from eval.records import Report
+
+TEMPLATE = "report.html.j2"
+
+
+def render_html(report: Report, measured: list[PositionMeasures]) -> str:
+    """The page as text. `measured`: every window's positions, for the plots."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template(TEMPLATE).render(
+        r=report,
+        s=report.summary,
+        q=report.quality,
+        cards=_cards(report),
+        plots=_plots(report, measured),
+        comparison=comparison_rows(report),
+        provenance=_provenance(report),
+    )
+
+
+def _cards(report: Report) -> list[dict[str, str]]:
+    summary, memory = report.summary, report.memory
+    smaller = summary.bytes_per_token_fp16 / summary.bytes_per_token
+    smaller_now = memory.fp16.bytes_per_token / memory.quantized.bytes_per_token
+    return [
+        _card("mean KL to fp16", f"{summary.kl_mean:.5f}", f"nats; p99.9 {summary.kl_p999:.3f}"),
+        _card("same top token", f"{summary.top1_agreement:.2%}", "of positions"),
+        _card("perplexity", f"{summary.ppl_delta_pct:+.2f} %", f"{summary.ppl_fp16:.2f} to {summary.ppl:.2f}"),
+        _card("sealed cache", f"{smaller:.2f} × smaller", f"{summary.bytes_per_token:,.0f} bytes a token"),
+        _card("whole cache", f"{smaller_now:.2f} × smaller", f"at {memory.quantized.tokens:,} tokens, fp16 pages too"),
+        _card("decode", f"{summary.decode_tokens_per_s:.1f} tok/s", f"fp16 {summary.decode_tokens_per_s_fp16:.1f}"),
+    ]
+
+
+def _card(label: str, figure: str, note: str) -> dict[str, str]:
+    return {"label": label, "figure": figure, "note": note}
+
+
+def _plots(report: Report, measured: list[PositionMeasures]) -> list[dict[str, str]]:
+    drawn = (
+        (
+            plots.kl_by_position(measured),
+            "KL by position, a point for every 64 tokens. Sinks and the newest pages are fp16.",
+        ),
+        (plots.kl_distribution(measured), "How often KL exceeds a value. The tail is what a user notices."),
+        (plots.memory_by_length(report), "One sequence's cache, fp16 pages included. Dots: counted in the allocator."),
+        (plots.losses(measured), "Loss of every position with and without quantization; the line is no change."),
+    )
+    return [{"svg": svg, "caption": caption} for svg, caption in drawn]
+
+
+def _provenance(report: Report) -> list[tuple[str, str]]:
+    plan, environment = report.plan, report.environment
+    return [
+        ("plan", f"{plan.name}: {plan.windows} windows of {plan.window_tokens:,} tokens, seed {plan.seed}"),
+        *((f"engine {name}", f"{engine.kv}, {engine.engine_hash}") for name, engine in report.engines.items()),
+        ("windows", report.inputs.sha256),
+        *((text.name, f"{text.windows} windows, {text.sha256}") for text in report.inputs.texts),
+        ("code", environment.code_sha256),
+        ("commit", environment.commit),
+        *((package, number) for package, number in environment.versions.items()),
+        *((name, str(value)) for name, value in environment.machine.items()),
+        ("took", f"{report.seconds:.0f} s"),
+    ]

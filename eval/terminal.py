@@ -1,0 +1,47 @@
+"""The report as tables for the terminal: every figure of the quantized cache beside the fp16 one."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eval.figures import comparison_rows
+from eval.records import Report
+
+OUTCOME_STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skipped": "yellow"}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the comparison, KL by position and the served check."""
+    console.print(_comparison(report))
+    console.print(_buckets(report))
+    style = OUTCOME_STYLES[report.served.outcome]
+    console.print(f"[{style}]served endpoint: {report.served.outcome}[/] ({escape(report.served.detail)})")
+
+
+def _comparison(report: Report) -> Table:
+    summary = report.summary
+    title = f"{summary.model}, KV {summary.kv} against fp16, {summary.tokens:,} positions (95 % intervals over windows)"
+    table = Table(title=title)
+    table.add_column("measure")
+    for heading in (summary.kv, "fp16", "change"):
+        table.add_column(heading, justify="right")
+    for row in comparison_rows(report):
+        table.add_row(*row)
+    return table
+
+
+def _buckets(report: Report) -> Table:
+    table = Table(title="By position in the window")
+    for heading in ("positions", "KL mean", "KL p99.9", "same top token", "perplexity"):
+        table.add_column(heading, justify="right")
+    for bucket in report.quality.buckets:
+        table.add_row(
+            f"{bucket.start:,} to {bucket.end:,}",
+            f"{bucket.kl.mean:.5f}",
+            f"{bucket.kl.p999:.4f}",
+            f"{bucket.top1_agreement:.2%}",
+            f"{bucket.ppl_delta_pct:+.2f} %",
+        )
+    return table
