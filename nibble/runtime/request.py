@@ -1,0 +1,135 @@
+"""The vocabulary of the runtime: what a caller asks for, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nibble.errors import NibbleError
+
+MAX_LOGPROBS = 20
+
+
+class QueueFullError(NibbleError):
+    """The waiting queue is at its limit; ask again later."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence token or a stop string
+    LENGTH = "length"  # max_tokens or the context is used up
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """How much an engine takes on at once.
+
+    max_context: tokens of prompt and answer together. chunk_tokens: the most tokens of one forward pass. pool_mb: MiB
+    for the whole KV cache; None sizes it so that `max_running` sequences of `max_context` tokens fit. threads: CPU
+    threads for torch; None leaves torch's own choice.
+    """
+
+    max_context: int = 2048
+    max_running: int = 16
+    chunk_tokens: int = 256
+    max_waiting: int = 256
+    pool_mb: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        bounds = {"max_context": 2, "max_running": 1, "chunk_tokens": 16, "max_waiting": 1}
+        for name, lowest in bounds.items():
+            if getattr(self, name) < lowest:
+                raise NibbleError(f"{name}: got {getattr(self, name)}, allowed {lowest} or more")
+        if self.chunk_tokens < self.max_running:
+            raise NibbleError(
+                f"chunk_tokens: got {self.chunk_tokens}, allowed max_running ({self.max_running}) or more, since every "
+                "running sequence decodes one token a step"
+            )
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to pick tokens. temperature 0 is greedy; top_k 0 and top_p 1 are off; seed None draws a fresh one.
+
+    stop: the answer ends before the first of these strings. logprobs: how many alternatives to report for each token.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "0 (greedy) to 100"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0, up to 1 (off)"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2^63 - 1"),
+            ("stop", all(self.stop) and len(self.stop) <= 16, "up to 16 strings, none empty"),
+            ("logprobs", 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+        )
+        for name, valid, allowed in checks:
+            if not valid:
+                raise NibbleError(f"{name}: got {getattr(self, name)!r}, allowed {allowed}")
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token of one request, or its end.
+
+    text: what became certain with this token: whole characters, nothing that may turn out to be a stop string.
+    logprob: natural logarithm of the token's probability under the model. cached_tokens: prompt tokens that came from
+    the prefix cache.
+    """
+
+    request_id: str
+    token_id: int | None
+    text: str
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. ttft_s: seconds from submission to the first token. logprobs: one for each token."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+    ttft_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Gauges (pages, sequences, bytes) and counters since the start (tokens, hits, preemptions)."""
+
+    pages_free: int
+    pages_used: int
+    open_pages_free: int
+    open_pages_used: int
+    running: int
+    waiting: int
+    prefix_hit_tokens: int
+    preemptions: int
+    prompt_tokens: int
+    tokens_generated: int
+    bytes_per_token: float
+    bytes_per_token_fp16: float
+    pool_bytes: int
