@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nibble.errors import NibbleError
 from nibble.gguf_source import convert_wheel
+from nibble.hashing import file_sha256, files_sha256
 from nibble.recipes import HUB_ID, ModelRecipe
 
 if TYPE_CHECKING:
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,15 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     max_positions: int
+
+
+@dataclass(frozen=True)
+class SourceHashes:
+    """SHA-256 of a model folder's parts."""
+
+    config_sha256: str
+    weights_sha256: str
+    tokenizer_sha256: str
 
 
 def resolve_source(recipe: ModelRecipe) -> Path:
@@ -115,6 +133,27 @@ def weight_files(source: Path) -> list[Path]:
     return sorted(source.glob("*.safetensors"))
 
 
+def tokenizer_files(source: Path) -> list[Path]:
+    """The tokenizer's files of a folder, in name order."""
+    return sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
+
+
+def hash_source(source: Path) -> SourceHashes:
+    """What a folder's model is, by content; weights are hashed once and remembered."""
+    return SourceHashes(
+        config_sha256=file_sha256(source / "config.json"),
+        weights_sha256=files_sha256(weight_files(source)),
+        tokenizer_sha256=files_sha256(tokenizer_files(source)),
+    )
+
+
+def device_options() -> dict[str, Any]:
+    """Options of `load_model` that put the weights on the GPUs when there are any."""
+    import torch
+
+    return {"device_map": "auto"} if torch.cuda.is_available() else {}
+
+
 def read_shape(source: Path) -> ModelShape:
     """Layers, KV heads, head size and longest position of a folder's model."""
     config = read_config(source)
@@ -142,8 +181,9 @@ def _download(hub_id: str) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         offline = "HF_HUB_OFFLINE is set and " if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise NibbleError(
-            f"model {hub_id}: {offline}it is not in the local cache and the hub can't be reached ({type(error).__name__}). "
-            f"Connect, or download it elsewhere with `hf download {hub_id}` and give the folder as MODEL=path"
+            f"model {hub_id}: {offline}it is not in the local cache and the hub can't be reached "
+            f"({type(error).__name__}). Connect, or download it elsewhere with `hf download {hub_id}` and give the folder "
+            "as MODEL=path"
         ) from error
 
 
