@@ -43,7 +43,7 @@ class Calibration:
             return self.tensors[f"layers.{layer}.{tensor}.min"], self.tensors[f"layers.{layer}.{tensor}.max"]
         except KeyError as error:
             raise NibbleError(
-                f"{self.folder / SCALES_FILE}: layer {layer}: no {error.args[0]} in it; run `make calibrate FORCE=1`"
+                f"{self.folder / SCALES_FILE}: layer {layer}: no {error.args[0]} in it; run `make calibrate`"
             ) from error
 
 
@@ -53,10 +53,10 @@ def read_calibration(folder: Path) -> Calibration:
     scales = folder / SCALES_FILE
     try:
         if file_sha256(scales) != report["kv_scales_sha256"]:
-            raise NibbleError(f"{scales}: does not belong to the {REPORT_FILE} beside it; run `make calibrate FORCE=1`")
+            raise NibbleError(f"{scales}: does not belong to the {REPORT_FILE} beside it; run `make calibrate`")
         return Calibration(folder, report, load_file(scales))
     except (OSError, SafetensorError) as error:
-        raise NibbleError(f"{scales}: can't be read ({error}); run `make calibrate FORCE=1`") from error
+        raise NibbleError(f"{scales}: can't be read ({error}); run `make calibrate`") from error
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def read_report(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise NibbleError(f"{path}: not there; run `make calibrate`") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise NibbleError(f"{path}: can't be read ({error}); run `make calibrate FORCE=1`") from error
+        raise NibbleError(f"{path}: can't be read ({error}); run `make calibrate`") from error
     missing = {"schema", "identity", "kv_scales_sha256", "model"} - set(report if isinstance(report, dict) else ())
     if missing:
-        raise NibbleError(f"{path}: missing keys {', '.join(sorted(missing))}; run `make calibrate FORCE=1`")
+        raise NibbleError(f"{path}: missing keys {', '.join(sorted(missing))}; run `make calibrate`")
     assert isinstance(report, dict)
     return report

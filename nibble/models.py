@@ -182,8 +182,8 @@ def _download(hub_id: str) -> Path:
         offline = "HF_HUB_OFFLINE is set and " if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise NibbleError(
             f"model {hub_id}: {offline}it is not in the local cache and the hub can't be reached "
-            f"({type(error).__name__}). Connect, or download it elsewhere with `hf download {hub_id}` and give the folder "
-            "as MODEL=path"
+            f"({type(error).__name__}). Connect, or download it elsewhere with `hf download {hub_id}` and give "
+            "the folder as MODEL=path"
         ) from error
 
 
