@@ -1,0 +1,1 @@
+"""The serve stage: a built engine behind the real Triton Inference Server."""

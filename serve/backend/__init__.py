@@ -1,0 +1,1 @@
+"""What runs inside Triton's Python stub: requests in, one engine thread, responses and metrics out."""

@@ -1,0 +1,139 @@
+"""Serve a built engine on Triton.
+
+    python -m serve.run --model smollm2-135m --kv int4 [--port 8000] [--check]
+
+Runs in the foreground until Ctrl-C or SIGTERM: checks, writes the model repository, starts tritonserver, watches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from nibble.errors import NibbleError
+from nibble.paths import engine_dir
+from nibble.recipes import load_kv_recipe, load_model_recipe, load_serve_recipe
+from serve import preflight
+from serve.check import ask_one_question
+from serve.leftovers import sweep
+from serve.repository import write_repository
+from serve.settings import RUN_ROOT, EngineOptions, ServeSettings
+from serve.supervisor import StopRequest, Supervisor
+
+FALLBACKS = ("fp16",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 after a clean stop, 1 when the check found no answer, 2 for what a user can put right."""
+    console = Console()
+    stop = StopRequest()
+    try:
+        arguments = build_parser().parse_args(argv)
+        settings = settings_from(arguments)
+        stop.listen()
+        serve(settings, console, stop, is_check=arguments.check)
+    except NibbleError as error:
+        Console(stderr=True).print(f"[red]serve:[/] {escape(str(error))}", soft_wrap=True)
+        return 2
+    return 0
+
+
+def serve(settings: ServeSettings, console: Console, stop: StopRequest, *, is_check: bool) -> None:
+    """Run a server from checks to a clean stop. Raises NibbleError."""
+    for done in sweep(RUN_ROOT):
+        console.print(f"[yellow]{done}[/]")
+    preflight.check(settings)
+    write_repository(settings)
+    with Supervisor(settings, console, stop) as supervisor:
+        if not supervisor.start():
+            return
+        _print_endpoints(settings, console)
+        if is_check:
+            ask_one_question(f"{settings.client_host}:{settings.grpc_port}", console)
+        else:
+            supervisor.watch()
+
+
+def settings_from(arguments: argparse.Namespace) -> ServeSettings:
+    """Resolve recipes, overrides and KV_FALLBACK. Raises NibbleError."""
+    limits = load_serve_recipe(
+        max_context=arguments.context, max_running=arguments.batch, max_waiting=arguments.queue, port=arguments.port
+    )
+    directory, name, hint = _engine(arguments)
+    return ServeSettings(
+        name=name,
+        engine_dir=directory,
+        host=arguments.host,
+        http_port=limits.port,
+        build_hint=hint,
+        start_timeout_s=arguments.start_timeout,
+        drain_timeout_s=arguments.drain_timeout,
+        options=EngineOptions(
+            max_context=limits.max_context,
+            max_running=limits.max_running,
+            chunk_tokens=limits.chunk_tokens,
+            max_waiting=limits.max_waiting,
+            threads=arguments.threads,
+            pool_mb=arguments.pool_mb,
+            kv_fallback=_fallback(arguments.kv_fallback),
+        ),
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; limits left out come from recipes/serve/default.yaml."""
+    parser = argparse.ArgumentParser(prog="python -m serve.run", description="Serve a built engine on Triton.")
+    parser.add_argument("--model", default="smollm2-135m", help="model recipe, folder or hub id")
+    parser.add_argument("--kv", default="int4", help="KV recipe")
+    parser.add_argument("--engine", type=Path, help="engine folder, instead of --model and --kv")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, help="HTTP port; gRPC is the next one, metrics the one after")
+    parser.add_argument("--context", type=int, help="longest prompt and answer together, in tokens")
+    parser.add_argument("--batch", type=int, help="sequences running at once")
+    parser.add_argument("--queue", type=int, help="requests waiting at most")
+    parser.add_argument("--pool-mb", type=int, help="size of the KV pool (default: fits --batch times --context)")
+    parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
+    parser.add_argument("--kv-fallback", help="fp16: run this engine with an fp16 cache (also KV_FALLBACK=fp16)")
+    parser.add_argument("--check", action="store_true", help="ask one question, print the answer, stop")
+    parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds to become ready (default: 900)")
+    parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running answers at a stop")
+    return parser
+
+
+def _engine(arguments: argparse.Namespace) -> tuple[Path, str, str]:
+    """Folder, name and build command of the engine."""
+    if arguments.engine is not None:
+        directory = arguments.engine.resolve()
+        return directory, f"{directory.parent.name}-{directory.name}", "make engine MODEL=<model> KV=<kv>"
+    model, kv = load_model_recipe(arguments.model), load_kv_recipe(arguments.kv)
+    hint = f"make engine MODEL={arguments.model} KV={arguments.kv}"
+    return engine_dir(model.name, kv.name), f"{model.name}-{kv.name}", hint
+
+
+def _fallback(flag: str | None) -> str | None:
+    value = flag or os.environ.get("KV_FALLBACK") or None
+    if value is not None and value not in FALLBACKS:
+        raise NibbleError(f"KV_FALLBACK: got {value!r}, allowed {', '.join(FALLBACKS)} or nothing")
+    return value
+
+
+def _print_endpoints(settings: ServeSettings, console: Console) -> None:
+    base = f"http://{settings.client_host}"
+    console.print(f"  generate  {base}:{settings.http_port}/v2/models/llm/generate")
+    console.print(f"  stream    {base}:{settings.http_port}/v2/models/llm/generate_stream")
+    console.print(f"  gRPC      {settings.client_host}:{settings.grpc_port}")
+    console.print(f"  metrics   {base}:{settings.metrics_port}/metrics")
+    console.print(f"  log       {settings.log_path}")
+    if settings.options.kv_fallback:
+        console.print(f"[yellow]KV_FALLBACK={settings.options.kv_fallback}: the cache is not the one that was built[/]")
+    console.print("Ctrl-C stops the server")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""One tritonserver process: started from the wheel, waited for, stopped.
+
+It leads its own process group, so that Ctrl-C reaches only the supervisor, and the kernel ends it when the supervisor
+dies. Its log goes to a file, not a pipe: a pipe's end would die with the supervisor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+
+from nibble.errors import NibbleError
+from serve import server_log, wheel
+from serve.leftovers import remove_shared_memory
+from serve.processes import ProcessIdentity, kill_group, stubs_of
+from serve.settings import ServeSettings
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.1
+_LIBC = ctypes.CDLL(None)
+
+
+class TritonServer:
+    """A running tritonserver. `start` returns at once; `wait_ready` raises when it can't become ready."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stubs: list[ProcessIdentity] = []
+
+    def start(self) -> ProcessIdentity:
+        """Start the process. Call from the thread that outlives it (the kernel watches the thread)."""
+        remove_shared_memory(self._settings.shm_prefix)
+        wheel.install_backends(self._settings.backends_dir)
+        with self._settings.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                command_line(self._settings),
+                env=wheel.server_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  one prctl, no locks
+            )
+        return ProcessIdentity.of(self._process.pid)
+
+    def wait_ready(self) -> Iterator[str]:
+        """Yield what the model is doing, a few times a second, until it serves. Raises NibbleError with the reason."""
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        while not self._answers_ready():
+            self._raise_on_failure(time.monotonic() > deadline)
+            yield server_log.progress(self._settings.log_path)
+            time.sleep(POLL_S)
+        self._stubs = stubs_of(self._pid)
+
+    def failure(self) -> str | None:
+        """Why this server no longer serves, or None. A dead stub leaves Triton's own health at 200 for ever."""
+        if self._process is None or self._process.poll() is not None:
+            return f"tritonserver ended with code {self._process.returncode if self._process else None}"
+        if not self._stubs or not all(stub.is_alive for stub in self._stubs):
+            return "the model's process (Triton's Python stub) died"
+        return None
+
+    def stop(self, is_forced: Callable[[], bool] = lambda: False) -> bool:
+        """Let running answers end, then stop; kill after the drain time. True when it ended by itself."""
+        if self._process is None:
+            return True
+        self._process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._settings.drain_timeout_s
+        while self._process.poll() is None and time.monotonic() < deadline and not is_forced():
+            time.sleep(POLL_S)
+        ended = self._process.poll() is not None
+        self.kill()
+        return ended
+
+    def kill(self) -> None:
+        """End the process, its stubs and its shared memory now."""
+        if self._process is not None:
+            kill_group(self._process.pid)
+            self._process.wait()
+        remove_shared_memory(self._settings.shm_prefix)
+
+    @property
+    def _pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def _answers_ready(self) -> bool:
+        url = f"http://{self._settings.client_host}:{self._settings.http_port}/v2/health/ready"
+        try:
+            with urllib.request.urlopen(url, timeout=2) as answer:  # noqa: S310
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _raise_on_failure(self, is_late: bool) -> None:
+        reason = server_log.failure_reason(self._settings.log_path)
+        has_ended = self._process is None or self._process.poll() is not None
+        if not (reason or has_ended or is_late):
+            return
+        if reason is None and is_late:
+            reason = f"not ready after {self._settings.start_timeout_s:.0f} s"
+        reason = reason or "it ended without saying why; its log ends with\n" + server_log.tail(self._settings.log_path)
+        self.kill()
+        raise NibbleError(f"Triton did not start: {reason}\nfull log: {self._settings.log_path}")
+
+
+def command_line(settings: ServeSettings) -> list[str]:
+    """tritonserver and its options. Auto-complete is off: it would start the stub a second time."""
+    endpoints = [
+        option
+        for name, port in settings.ports.items()
+        for option in (f"--{name}-address={settings.host}", f"--{name}-port={port}")
+    ]
+    return [
+        str(wheel.server_binary()),
+        f"--model-repository={settings.models_dir}",
+        f"--backend-directory={settings.backends_dir}",
+        f"--backend-config=python,shm-region-prefix-name={settings.shm_prefix}",
+        f"--exit-timeout-secs={max(1, int(settings.drain_timeout_s))}",
+        "--disable-auto-complete-config",
+        "--allow-gpu-metrics=false",
+        *endpoints,
+    ]
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,89 @@
+"""What one running server is: which engine, which ports, which limits, and where its files lie.
+
+triton_repo/run/<name>-<port>/     one folder for each server, git-ignored, rewritten at each start
+    models/llm/config.pbtxt        the model repository
+    models/llm/1/model.py
+    backends/python/               Triton's Python backend with the stub of our Python
+    server.json                    process ids, for the next start after a kill
+    triton.log
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from nibble.paths import REPOSITORY_ROOT
+
+RUN_ROOT = REPOSITORY_ROOT / "triton_repo" / "run"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the engine is loaded inside the server. Sizes in tokens, sequences and MB; None leaves it to the engine."""
+
+    max_context: int = 2048
+    max_running: int = 16
+    chunk_tokens: int = 256
+    max_waiting: int = 256
+    threads: int | None = None
+    pool_mb: int | None = None
+    kv_fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """A server to start. name: <model>-<kv>. build_hint: the command that makes a missing engine."""
+
+    name: str
+    engine_dir: Path
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    options: EngineOptions = EngineOptions()
+    build_hint: str = "make engine MODEL=<model> KV=<kv>"
+    start_timeout_s: float = 900.0
+    drain_timeout_s: float = 30.0
+
+    @property
+    def grpc_port(self) -> int:
+        return self.http_port + 1
+
+    @property
+    def metrics_port(self) -> int:
+        return self.http_port + 2
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Port of each endpoint by its name."""
+        return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
+
+    @property
+    def client_host(self) -> str:
+        """An address on which a client of this machine reaches the server."""
+        return "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host  # noqa: S104
+
+    @property
+    def run_dir(self) -> Path:
+        return RUN_ROOT / f"{self.name}-{self.http_port}"
+
+    @property
+    def models_dir(self) -> Path:
+        return self.run_dir / "models"
+
+    @property
+    def backends_dir(self) -> Path:
+        return self.run_dir / "backends"
+
+    @property
+    def log_path(self) -> Path:
+        return self.run_dir / "triton.log"
+
+    @property
+    def record_path(self) -> Path:
+        return self.run_dir / "server.json"
+
+    @property
+    def shm_prefix(self) -> str:
+        """Prefix of this server's regions in /dev/shm: the same at each start, so that a killed one's are found."""
+        return f"nibble_{hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:12]}_"
