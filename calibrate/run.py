@@ -12,7 +12,7 @@ from pathlib import Path
 from calibrate.pipeline import CalibrationRequest, calibrate
 from nibble.errors import NibbleError
 from nibble.paths import REPOSITORY_ROOT, calibration_dir
-from nibble.recipes import load_model_recipe
+from nibble.recipes import ModelRecipe, load_model_recipe
 from nibble.stage import run_stage
 
 SHIPPED_PROMPTS = REPOSITORY_ROOT / "calibrate" / "prompts" / "prompts.jsonl"
@@ -20,9 +20,8 @@ DEFAULT_COUNT = 64
 DEFAULT_MAX_TOKENS = 512
 
 
-def default_request(model: str) -> CalibrationRequest:
+def default_request(recipe: ModelRecipe) -> CalibrationRequest:
     """The calibration that `make engine` runs when a format needs one and none is there."""
-    recipe = load_model_recipe(model)
     out = calibration_dir(recipe.name)
     return CalibrationRequest(recipe, str(SHIPPED_PROMPTS), DEFAULT_COUNT, 0, DEFAULT_MAX_TOKENS, out)
 

@@ -1,7 +1,7 @@
 """SHA-256 of files, remembered by path, size and modification time.
 
 An engine is bound to its weights by hash, and weights are too big to hash at every start; so what was hashed once is
-kept in engines/.hashes.json and used while the file looks untouched.
+kept in engines/.cache/hashes.json and used while the file looks untouched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def files_sha256(paths: Iterable[Path]) -> str:
 def remembered_sha256(path: Path) -> str:
     """Hex SHA-256 of a file; read again only when its size or modification time changed."""
     path = path.resolve()
-    status, memory_file = path.stat(), engines_root() / ".hashes.json"
+    status, memory_file = path.stat(), engines_root() / ".cache" / "hashes.json"
     memory, stamp = _read_memory(memory_file), [status.st_size, status.st_mtime_ns]
     known = memory.get(str(path))
     if isinstance(known, dict) and known.get("stamp") == stamp:

@@ -9,7 +9,6 @@ error that names the layer, when the file is made and whenever it is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,22 +19,15 @@ from nibble.calibration import TENSORS
 from nibble.errors import NibbleError
 from nibble.formats import KVFormat, ScaleKind
 from nibble.quantizer import ScaleZero
+from nibble.reference import LayerScales
 
 STATIC_FILE = "kv_static.safetensors"
-
-
-@dataclass(frozen=True)
-class LayerScales:
-    """Static scales of a layer, float32 [num_kv_heads, 1, head_dim]; None where a format takes them from its pages."""
-
-    k: ScaleZero | None
-    v: ScaleZero | None
 
 
 def read_static_scales(engine_dir: Path, formats: list[KVFormat]) -> list[LayerScales]:
     """The scales of each layer. formats: of each layer. Raises NibbleError naming file and layer."""
     if not any(fmt.needs_calibration for fmt in formats):
-        return [LayerScales(None, None)] * len(formats)
+        return [LayerScales()] * len(formats)
     path = engine_dir / STATIC_FILE
     try:
         tensors = load_file(path)
@@ -51,8 +43,8 @@ def check_scales(scale: torch.Tensor, zero: torch.Tensor, owner: str) -> None:
         head, channel = unusable.nonzero()[0].tolist()
         raise NibbleError(
             f"{owner}, head {head}, channel {channel}: got scale {scale[head, channel].item():g} and zero point "
-            f"{zero[head, channel].item():g}; allowed finite values, a scale above 0 and not exactly 1.0 (a placeholder); "
-            "run `make calibrate`, then `make engine`"
+            f"{zero[head, channel].item():g}; allowed finite values, a scale above 0 and not exactly 1.0 (a "
+            "placeholder); run `make calibrate`, then `make engine`"
         )
 
 
