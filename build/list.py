@@ -40,20 +40,15 @@ def model_table() -> Table:
 
 def format_table(head_dim: int) -> Table:
     """The shipped KV formats and their bytes per sealed token and KV head, K and V together."""
-    table = Table(title=f"KV= at head size {head_dim}", title_justify="left")
-    for heading in ("format", "K", "V", "fp16 pages", "bytes/token/head", "smaller than fp16"):
+    table = Table(title=f"KV= and bytes per sealed token and KV head at head size {head_dim}", title_justify="left")
+    for heading in ("format", "K", "V", "sink, recent", "bytes", "ratio"):
         table.add_column(heading)
     recipes = [load_kv_recipe(name) for name in recipe_names("kv")]
     sizes = {recipe.name: SealedPageLayout(recipe.format, head_dim).bytes_per_token for recipe in recipes}
     for recipe in sorted(recipes, key=lambda recipe: -sizes[recipe.name]):
-        table.add_row(
-            recipe.name,
-            _in_words(recipe.k),
-            _in_words(recipe.v),
-            f"{recipe.sink_pages} sink, {recipe.recent_pages} recent, open",
-            f"{sizes[recipe.name]:g}",
-            f"{sizes['fp16'] / sizes[recipe.name]:.2f} times",
-        )
+        pages = f"{recipe.sink_pages}, {recipe.recent_pages}"
+        size, ratio = f"{sizes[recipe.name]:g}", f"{sizes['fp16'] / sizes[recipe.name]:.2f}"
+        table.add_row(recipe.name, _in_words(recipe.k), _in_words(recipe.v), pages, size, ratio)
     return table
 
 
@@ -65,10 +60,9 @@ def head_dim_of(model: str | None) -> int:
 
 
 def _in_words(tensor: TensorRecipe) -> str:
-    if tensor.scale == "none":
-        return f"{tensor.bits} bits"
-    rotation = ", rotated" if tensor.rotated else ""
-    return f"{tensor.bits} bits, scale per {tensor.scale.replace('_', ' ')}{rotation}"
+    """For example '4, page channel' or '4, token, rotated'."""
+    scale = [] if tensor.scale == "none" else [tensor.scale.replace("_", " ")]
+    return ", ".join([str(tensor.bits), *scale, *(["rotated"] if tensor.rotated else [])])
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from nibble.recipes import ModelRecipe
 from nibble.visibility import PagePolicy
 
 CHECKED_PAGES = 3
-TEXT = """The lighthouse keeper wrote down the weather twice a day: wind from the north-west at 14 knots, pressure 1013 hPa,
-visibility good. In the evening he repaired the clock, which had lost four minutes since Tuesday, and read a letter.
-"Dear Tom," it began, "the price of coal rose to 3.75 a sack, so we burn driftwood." Then he coded a little:
+TEXT = """The lighthouse keeper wrote down the weather twice a day: wind from the north-west at 14 knots, pressure
+1013 hPa, visibility good. In the evening he repaired the clock, which had lost four minutes since Tuesday, and read a
+letter. "Dear Tom," it began, "the price of coal rose to 3.75 a sack, so we burn driftwood." Then he coded a little:
 def mean(values): return sum(values) / len(values)  # fails when the list is empty
 Am nächsten Morgen lag Nebel über der Bucht; il faisait froid, et la mer était calme. 海面平静, 没有风。
 """
@@ -44,12 +44,8 @@ def capture_pages(source: Path, recipe: ModelRecipe, policy: PagePolicy) -> list
     cache = DynamicCache()  # keeps every token, whatever window the model has
     model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
     first = policy.sink_pages * PAGE_TOKENS
-    return [
-        LayerPages(
-            _pages(layer.keys[..., first:, :], f"layer {i} K"), _pages(layer.values[..., first:, :], f"layer {i} V")
-        )
-        for i, layer in enumerate(cache.layers)
-    ]
+    layers = [(layer.keys[..., first:, :], layer.values[..., first:, :]) for layer in cache.layers]
+    return [LayerPages(_pages(k, f"layer {i} K"), _pages(v, f"layer {i} V")) for i, (k, v) in enumerate(layers)]
 
 
 def _token_ids(source: Path, count: int) -> torch.Tensor:
