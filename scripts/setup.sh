@@ -96,9 +96,12 @@ check_libpython() {
     $VENV/bin/python scripts/libpython.py >/dev/null || fail "libpython$version was installed but libpython$version.so.1.0 is still not found"
 }
 
-if [[ -x $VENV/bin/python && -f $STAMP && $(cat $STAMP) == $(fingerprint) && -z ${PYTHON:-} ]]; then
-    exit 0
-fi
+up_to_date() {
+    [[ -x $VENV/bin/python && -f $STAMP && $(cat $STAMP) == $(fingerprint) ]] &&
+        [[ -z ${PYTHON:-} || $(version_of "$PYTHON") == $(version_of $VENV/bin/python) ]]
+}
+
+if up_to_date; then exit 0; fi
 make_venv
 check_libpython
 install_packages
