@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nibble.atomic import write_text
-from serve.processes import ProcessIdentity, kill_group
+from serve.processes import ProcessIdentity, kill, kill_group, orphaned_stubs
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton's Python backend keeps its regions
 
@@ -68,6 +68,9 @@ def _sweep_one(record: ServerRecord) -> str:
     if record.server is not None and orphaned:
         kill_group(record.server.pid)
         _wait_until_gone(record.server)
+    for stub in orphaned_stubs(record.shm_prefix):
+        kill(stub)
+        _wait_until_gone(stub)
     regions = remove_shared_memory(record.shm_prefix)
     process = "ended its tritonserver, " if orphaned else ""
     return (
@@ -75,7 +78,7 @@ def _sweep_one(record: ServerRecord) -> str:
     )
 
 
-def _wait_until_gone(server: ProcessIdentity, timeout_s: float = 10.0) -> None:
+def _wait_until_gone(process: ProcessIdentity, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while server.is_alive and time.monotonic() < deadline:
+    while process.is_alive and time.monotonic() < deadline:
         time.sleep(0.05)

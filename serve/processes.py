@@ -42,6 +42,21 @@ def stubs_of(server_pid: int) -> list[ProcessIdentity]:
     ]
 
 
+def orphaned_stubs(shm_prefix: str) -> list[ProcessIdentity]:
+    """Stub processes that outlived their tritonserver, known by the shared memory that their command line names."""
+    return [
+        ProcessIdentity(pid, stat.started)
+        for pid, stat in _all_stats()
+        if stat.command == STUB_COMMAND and shm_prefix in _command_line(pid) and stat.state not in "ZX"
+    ]
+
+
+def kill(process: ProcessIdentity) -> None:
+    """SIGKILL to one process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)
+
+
 def kill_group(pid: int) -> None:
     """SIGKILL to a process that leads its group, and to all in the group."""
     with contextlib.suppress(ProcessLookupError):
@@ -64,6 +79,13 @@ def _read_stat(pid: int) -> _Stat | None:
     head, _, tail = text.rpartition(")")
     fields = tail.split()
     return _Stat(head.partition("(")[2], fields[0], int(fields[1]), int(fields[19]))
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _all_stats() -> list[tuple[int, _Stat]]:

@@ -22,6 +22,7 @@ from serve.settings import ServeSettings
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
+STOP_MARGIN_S = 5.0  # what Triton takes to end after its own drain time
 _LIBC = ctypes.CDLL(None)
 
 
@@ -67,11 +68,11 @@ class TritonServer:
         return None
 
     def stop(self, is_forced: Callable[[], bool] = lambda: False) -> bool:
-        """Let running answers end, then stop; kill after the drain time. True when it ended by itself."""
+        """Let running answers end, then stop; kill what outlives the drain time. True when it ended by itself."""
         if self._process is None:
             return True
         self._process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self._settings.drain_timeout_s
+        deadline = time.monotonic() + self._settings.drain_timeout_s + STOP_MARGIN_S
         while self._process.poll() is None and time.monotonic() < deadline and not is_forced():
             time.sleep(POLL_S)
         ended = self._process.poll() is not None

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from jinja2 import TemplateError
-from serve_fakes import FakeChannel, FakeEngine, new_family_class
 
 from nibble.errors import NibbleError
 from nibble.runtime import SamplingParams
@@ -16,6 +15,7 @@ from serve.backend.answers import Answer
 from serve.backend.loop import Ask, EngineLoop
 from serve.backend.metrics import EngineMetrics
 from serve.backend.requests import Question
+from tests.unit.serve_fakes import FakeChannel, FakeEngine, new_family_class
 
 CLOSING = {"kv_format": "int4", "kv_fallback_reason": ""}
 QUESTION = Question("abc", None, SamplingParams(max_tokens=4), stream=True, return_log_probs=False, priority=0)

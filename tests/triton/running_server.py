@@ -1,0 +1,120 @@
+"""A `serve.run` process as the tests see it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from nibble.paths import engine_dir
+from nibble.runtime import EngineLimits
+from serve.client import TritonLLM
+from serve.leftovers import SHARED_MEMORY, ServerRecord
+from serve.processes import ProcessIdentity, stubs_of
+from serve.settings import ServeSettings
+
+MODEL, KV = "smollm2-135m", "int4"
+LIMITS = EngineLimits(max_context=512, max_running=8, max_waiting=8)
+START_S = 120.0
+
+
+@dataclass
+class RunningServer:
+    """A `serve.run` process and how to reach it."""
+
+    process: subprocess.Popen[str]
+    port: int
+    output_path: Path
+
+    @property
+    def llm(self) -> TritonLLM:
+        return TritonLLM(f"127.0.0.1:{self.port + 1}", inactivity_timeout_s=60)
+
+    @property
+    def settings(self) -> ServeSettings:
+        return ServeSettings(f"{MODEL}-{KV}", engine_dir(MODEL, KV), http_port=self.port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v2/models/llm"
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text()
+
+    @property
+    def triton(self) -> ProcessIdentity:
+        record = ServerRecord.read(self.settings.record_path)
+        assert record is not None
+        assert record.server is not None
+        return record.server
+
+    @property
+    def stub(self) -> ProcessIdentity:
+        (stub,) = stubs_of(self.triton.pid)
+        return stub
+
+    @property
+    def shared_memory(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(f"{self.settings.shm_prefix}*"))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        return sum(sample.value for sample in self._samples(name) if labels.items() <= sample.labels.items())
+
+    def metric_labels(self, name: str) -> dict[str, str]:
+        """The labels of a metric that has one sample."""
+        (sample,) = self._samples(name)
+        return dict(sample.labels)
+
+    def _samples(self, name: str) -> list[Sample]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 2}/metrics", timeout=10) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return [sample for family in families for sample in family.samples if sample.name == name]
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: self.process.poll() is not None or self.llm.is_ready(), START_S, "the server to be ready")
+        assert self.process.poll() is None, self.output
+
+    def terminate(self) -> int:
+        """SIGTERM and the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll until the condition holds; fail after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.1)
+
+
+def serve_command(port: int, *extra: str) -> list[str]:
+    limits = ["--context", str(LIMITS.max_context), "--batch", str(LIMITS.max_running)]
+    limits += ["--queue", str(LIMITS.max_waiting), "--threads", "1", "--port", str(port)]
+    return [sys.executable, "-m", "serve.run", "--model", MODEL, "--kv", KV, *limits, *extra]
+
+
+def free_port() -> int:
+    """A port with two free ones after it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port < 65533 and all(_is_free(port + offset) for offset in range(3)):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
