@@ -58,9 +58,23 @@ def unseal_pages(
     static_v: ScaleZero | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes uint8 [..., page_bytes] to what a reader sees: K and V, fp32 [..., 64, head_dim]."""
-    k = _decode(sealed, layout.k_codes, layout.k_parameters, layout.fmt.k, layout.head_dim, static_k)
-    v = _decode(sealed, layout.v_codes, layout.v_parameters, layout.fmt.v, layout.head_dim, static_v)
+    shape = (2, *sealed.shape[:-1], PAGE_TOKENS, layout.head_dim)
+    k, v = torch.empty(shape, dtype=torch.float32, device=sealed.device)
+    unseal_into(k, v, sealed, layout, static_k, static_v)
     return k, v
+
+
+def unseal_into(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sealed: torch.Tensor,
+    layout: SealedPageLayout,
+    static_k: ScaleZero | None = None,
+    static_v: ScaleZero | None = None,
+) -> None:
+    """`unseal_pages` into fp32 tensors [..., 64, head_dim] of any strides."""
+    _decode_into(k, sealed, layout.k_codes, layout.k_parameters, layout.fmt.k, static_k)
+    _decode_into(v, sealed, layout.v_codes, layout.v_parameters, layout.fmt.v, static_v)
 
 
 def view_codes(sealed: torch.Tensor, place: slice, fmt: TensorFormat, head_dim: int) -> torch.Tensor:
@@ -91,16 +105,25 @@ def _parameter_bytes(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.flatten(-2).contiguous().view(torch.uint8)
 
 
-def _decode(
-    sealed: torch.Tensor, codes: slice, parameters: slice, fmt: TensorFormat, head_dim: int, static: ScaleZero | None
-) -> torch.Tensor:
+def _decode_into(
+    out: torch.Tensor,
+    sealed: torch.Tensor,
+    codes: slice,
+    parameters: slice,
+    fmt: TensorFormat,
+    static: ScaleZero | None,
+) -> None:
+    head_dim = out.shape[-1]
     packed = view_codes(sealed, codes, fmt, head_dim)
     if fmt.scale is ScaleKind.NONE:
-        return packed.contiguous().view(torch.float16).float()
-    if fmt.scale is ScaleKind.STATIC_CHANNEL:
-        if static is None:
-            raise NibbleError("static KV format without calibrated scales: run `make calibrate`, then `make engine`")
-        scales = static
+        out.copy_(packed.view(torch.float16))
+        return
+    if fmt.bits == 4:
+        out[..., : head_dim // 2] = packed & 15
+        out[..., head_dim // 2 :] = packed >> 4
     else:
-        scales = view_parameters(sealed, parameters, fmt)
-    return unpack_codes(packed, fmt.bits).float() * scales.scale.float() + scales.zero.float()
+        out.copy_(packed)
+    scales = static if fmt.scale is ScaleKind.STATIC_CHANNEL else view_parameters(sealed, parameters, fmt)
+    if scales is None:
+        raise NibbleError("static KV format without calibrated scales: run `make calibrate`, then `make engine`")
+    out.mul_(scales.scale.float()).add_(scales.zero.float())

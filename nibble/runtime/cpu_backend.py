@@ -1,7 +1,7 @@
 """The CPU backend: vectorised PyTorch over the same pages that the CUDA kernels read.
 
 Sealed pages are unpacked a span at a time, joined with the open pages the span reads, and handed to torch's attention
-with the visibility rule as its mask.
+with the visibility rule as its mask. The arithmetic is fp32, whatever the model's type.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nibble.formats import PAGE_TOKENS
-from nibble.packing import seal_pages, unseal_pages
+from nibble.packing import seal_pages, unseal_into
 from nibble.runtime.cache import CacheStorage
 from nibble.runtime.step import Span, Step
 
@@ -35,27 +35,28 @@ class CpuBackend:
     def attend(
         self, layer: int, q: torch.Tensor, step: Step, softmax_scale: float, sliding_window: int | None
     ) -> torch.Tensor:
-        return torch.cat([self._attend(layer, q, span, softmax_scale, sliding_window) for span in step.spans])
+        num_kv_heads = self.storage.spec.num_kv_heads
+        spans = []
+        for span in step.spans:
+            k, v = self._read(layer, span)
+            # the query heads of a KV head stand one after the other: [kv_heads, group * tokens, head_dim]
+            tokens = q[span.start : span.start + span.length].float().unflatten(1, (num_kv_heads, -1))
+            queries = tokens.permute(1, 2, 0, 3).flatten(1, 2)
+            mask = span.mask(sliding_window, repeat=tokens.shape[2])
+            out = scaled_dot_product_attention(queries[None], k[None], v[None], mask, scale=softmax_scale)[0]
+            spans.append(out.unflatten(1, (-1, span.length)).permute(2, 0, 1, 3).flatten(1, 2))
+        return torch.cat(spans).to(q.dtype)
 
-    def _attend(
-        self, layer: int, q: torch.Tensor, span: Span, softmax_scale: float, sliding_window: int | None
-    ) -> torch.Tensor:
-        k, v = self._read(layer, span, q.dtype)
-        queries = q[span.start : span.start + span.length].transpose(0, 1)
-        out = scaled_dot_product_attention(
-            queries[None], k[None], v[None], span.mask(sliding_window), scale=softmax_scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-    def _read(self, layer: int, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V that the span reads, [kv_heads, keys, head_dim]: sealed pages, then open ones."""
-        scales = self.storage.scales(layer)
-        opened = self.storage.open[layer][span.open_ids].to(dtype).unbind(1)
-        if not len(span.sealed_ids):
-            k, v = opened
-        else:
-            sealed = self.storage.sealed[layer][span.sealed_ids]
-            unsealed = unseal_pages(sealed, self.storage.layouts[layer], scales.k, scales.v)
-            k, v = (torch.cat((far.to(dtype), near)) for far, near in zip(unsealed, opened, strict=True))
-        keys = len(span.key_positions)
-        return k.transpose(0, 1).flatten(1, 2)[:, :keys], v.transpose(0, 1).flatten(1, 2)[:, :keys]
+    def _read(self, layer: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V that the span reads, fp32 [kv_heads, keys, head_dim]: sealed pages, then open ones."""
+        storage, scales = self.storage, self.storage.scales(layer)
+        num_sealed, num_open = len(span.sealed_ids), len(span.open_ids)
+        spec = storage.spec
+        both = torch.empty(2, spec.num_kv_heads, num_sealed + num_open, PAGE_TOKENS, spec.head_dim)
+        if num_sealed:
+            k, v = both[:, :, :num_sealed].transpose(1, 2)
+            sealed = storage.sealed[layer].index_select(0, span.sealed_ids)
+            unseal_into(k, v, sealed, storage.layouts[layer], scales.k, scales.v)
+        both[:, :, num_sealed:] = storage.open[layer].index_select(0, span.open_ids).permute(1, 2, 0, 3, 4)
+        k, v = both.flatten(2, 3)[:, :, : len(span.key_positions)]
+        return k, v

@@ -65,8 +65,8 @@ class Span:
         written = self.context + self.length
         return torch.cat((sealed, opened[opened < written]))
 
-    def mask(self, sliding_window: int | None) -> torch.Tensor | None:
-        """Boolean [length, keys]: which read keys each query sees; None when all of them.
+    def mask(self, sliding_window: int | None, repeat: int) -> torch.Tensor | None:
+        """Boolean [repeat * length, keys]: which read keys each query sees, `repeat` times over; None when all of them.
 
         A page that is read in both forms is seen once by each query.
         """
@@ -75,7 +75,7 @@ class Span:
             is_open = torch.arange(len(self.key_positions)) >= len(self.sealed_ids) * PAGE_TOKENS
             right_form = self.policy.sees_fp16(queries, self.key_positions) == is_open[None, :]
             mask = right_form & may_attend(queries, self.key_positions, sliding_window)
-            self._masks[sliding_window] = None if mask.all() else mask
+            self._masks[sliding_window] = None if mask.all() else mask.repeat(repeat, 1)
         return self._masks[sliding_window]
 
     @cached_property
