@@ -19,6 +19,7 @@ from rich.text import Text
 
 from nibble.errors import NibbleError
 from nibble.recipes import load_serve_recipe
+from nibble.stage import console, run_stage
 from serve.client import Chunk, TritonLLM
 
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C ends an answer"
@@ -78,16 +79,9 @@ class Chat:
             self.console.print(Text("  ".join(notes), style="dim"), soft_wrap=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 after /exit or the end of input, 2 when no server answers."""
-    console = Console()
-    try:
-        arguments = build_parser().parse_args(argv)
-        run(start_chat(arguments, console))
-    except NibbleError as error:
-        Console(stderr=True).print(f"[red]chat:[/] {escape(str(error))}", soft_wrap=True)
-        return 2
-    return 0
+def main(argv: Sequence[str] | None = None) -> None:
+    """Chat until /exit or the end of input. Raises NibbleError when no server answers."""
+    run(start_chat(build_parser().parse_args(argv), console))
 
 
 def start_chat(arguments: argparse.Namespace, console: Console) -> Chat:
@@ -145,4 +139,4 @@ def _read_turn() -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_stage(main)

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nibble.errors import NibbleError
+from nibble.manifest import MANIFEST_FILE
 from serve import wheel
 from serve.settings import ServeSettings
 
@@ -30,8 +31,7 @@ LIBPYTHON = re.compile(r"libpython(\d\.\d+)\.so")
 
 
 def check(settings: ServeSettings) -> None:
-    """Raise NibbleError when this server can't start: no engine, missing libraries, ports taken."""
-    check_engine(settings)
+    """Raise NibbleError when this server can't start: wrong numpy, missing libraries, ports taken."""
     check_numpy(version("numpy"))
     for binary in (wheel.server_binary(), wheel.backend_library(), wheel.stub_binary()):
         check_libraries(binary)
@@ -39,10 +39,10 @@ def check(settings: ServeSettings) -> None:
         check_port(settings.host, port, endpoint)
 
 
-def check_engine(settings: ServeSettings) -> None:
-    """Raise NibbleError naming the build command when the engine folder holds no manifest."""
-    if not (settings.engine_dir / "manifest.json").is_file():
-        raise NibbleError(f"engine: {settings.engine_dir} holds no built engine; run `{settings.build_hint}` first")
+def check_engine(directory: Path, build_command: str) -> None:
+    """Raise NibbleError naming the build command when the folder holds no manifest."""
+    if not (directory / MANIFEST_FILE).is_file():
+        raise NibbleError(f"engine: {directory} holds no built engine; run `{build_command}` first")
 
 
 def check_numpy(installed: str) -> None:

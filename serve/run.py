@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from nibble.errors import NibbleError
+from nibble.manifest import read_manifest
 from nibble.paths import engine_dir
-from nibble.recipes import load_kv_recipe, load_model_recipe, load_serve_recipe
+from nibble.recipes import ServeRecipe, load_kv_recipe, load_model_recipe
+from nibble.stage import console, run_stage
+from nibble.strict_yaml import validate
 from serve import preflight
 from serve.check import ask_one_question
 from serve.leftovers import sweep
@@ -29,19 +30,13 @@ from serve.supervisor import StopRequest, Supervisor
 FALLBACKS = ("fp16",)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after a clean stop, 1 when the check found no answer, 2 for what a user can put right."""
-    console = Console()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until asked to stop. Raises NibbleError for what a user can put right."""
+    arguments = build_parser().parse_args(argv)
+    settings = settings_from(arguments)
     stop = StopRequest()
-    try:
-        arguments = build_parser().parse_args(argv)
-        settings = settings_from(arguments)
-        stop.listen()
-        serve(settings, console, stop, is_check=arguments.check)
-    except NibbleError as error:
-        Console(stderr=True).print(f"[red]serve:[/] {escape(str(error))}", soft_wrap=True)
-        return 2
-    return 0
+    stop.listen()
+    serve(settings, console, stop, is_check=arguments.check)
 
 
 def serve(settings: ServeSettings, console: Console, stop: StopRequest, *, is_check: bool) -> None:
@@ -61,17 +56,15 @@ def serve(settings: ServeSettings, console: Console, stop: StopRequest, *, is_ch
 
 
 def settings_from(arguments: argparse.Namespace) -> ServeSettings:
-    """Resolve recipes, overrides and KV_FALLBACK. Raises NibbleError."""
-    limits = load_serve_recipe(
-        max_context=arguments.context, max_running=arguments.batch, max_waiting=arguments.queue, port=arguments.port
-    )
-    directory, name, hint = _engine(arguments)
+    """Resolve the engine, its limits, overrides and KV_FALLBACK. Raises NibbleError."""
+    directory, name, build_command = _engine(arguments)
+    preflight.check_engine(directory, build_command)
+    limits = _limits(read_manifest(directory).limits, arguments)
     return ServeSettings(
         name=name,
         engine_dir=directory,
         host=arguments.host,
         http_port=limits.port,
-        build_hint=hint,
         start_timeout_s=arguments.start_timeout,
         drain_timeout_s=arguments.drain_timeout,
         options=EngineOptions(
@@ -87,7 +80,7 @@ def settings_from(arguments: argparse.Namespace) -> ServeSettings:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; limits left out come from recipes/serve/default.yaml."""
+    """The command line; limits left out are those that the engine was built with."""
     parser = argparse.ArgumentParser(prog="python -m serve.run", description="Serve a built engine on Triton.")
     parser.add_argument("--model", default="smollm2-135m", help="model recipe, folder or hub id")
     parser.add_argument("--kv", default="int4", help="KV recipe")
@@ -116,6 +109,18 @@ def _engine(arguments: argparse.Namespace) -> tuple[Path, str, str]:
     return engine_dir(model.name, kv.name), f"{model.name}-{kv.name}", hint
 
 
+def _limits(built: ServeRecipe, arguments: argparse.Namespace) -> ServeRecipe:
+    """The limits that the engine was built with, and what the command line changes in them."""
+    given = {
+        "max_context": arguments.context,
+        "max_running": arguments.batch,
+        "max_waiting": arguments.queue,
+        "port": arguments.port,
+    }
+    changes = {key: value for key, value in given.items() if value is not None}
+    return validate(ServeRecipe, {**built.model_dump(), **changes}, "command line")
+
+
 def _fallback(flag: str | None) -> str | None:
     value = flag or os.environ.get("KV_FALLBACK") or None
     if value is not None and value not in FALLBACKS:
@@ -136,4 +141,4 @@ def _print_endpoints(settings: ServeSettings, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_stage(main)

@@ -34,14 +34,13 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """A server to start. name: <model>-<kv>. build_hint: the command that makes a missing engine."""
+    """A server to start. name: <model>-<kv>. Times in seconds."""
 
     name: str
     engine_dir: Path
     host: str = "127.0.0.1"
     http_port: int = 8000
     options: EngineOptions = EngineOptions()
-    build_hint: str = "make engine MODEL=<model> KV=<kv>"
     start_timeout_s: float = 900.0
     drain_timeout_s: float = 30.0
 

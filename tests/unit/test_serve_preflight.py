@@ -9,7 +9,6 @@ import pytest
 
 from nibble.errors import NibbleError
 from serve import preflight, wheel
-from serve.settings import ServeSettings
 
 COMPLETE = """
 	linux-vdso.so.1 (0x00007ffd)
@@ -58,9 +57,8 @@ def test_address_that_is_not_ours() -> None:
 
 
 def test_missing_engine_names_the_command(tmp_path: Path) -> None:
-    settings = ServeSettings("m-int4", tmp_path, build_hint="make engine MODEL=m KV=int4")
     with pytest.raises(NibbleError, match="make engine MODEL=m KV=int4"):
-        preflight.check_engine(settings)
+        preflight.check_engine(tmp_path, "make engine MODEL=m KV=int4")
 
 
 def test_numpy_2_is_refused() -> None:

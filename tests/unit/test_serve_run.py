@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nibble.errors import NibbleError
+from nibble.recipes import load_serve_recipe
 from serve import run
 from serve.server import command_line
 from serve.settings import ServeSettings
+
+
+@pytest.fixture(autouse=True)
+def built_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engines/ folder where smollm2-135m/int4 is built with a context of 1,024 tokens."""
+    monkeypatch.setenv("NIBBLE_ENGINES", str(tmp_path))
+    monkeypatch.delenv("KV_FALLBACK", raising=False)
+    folder = tmp_path / "smollm2-135m" / "int4"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    manifest = SimpleNamespace(limits=load_serve_recipe(max_context=1024))
+    monkeypatch.setattr(run, "read_manifest", lambda directory: manifest)
+    return tmp_path
 
 
 def settings(*argv: str) -> ServeSettings:
     return run.settings_from(run.build_parser().parse_args(argv))
 
 
-def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NIBBLE_ENGINES", str(tmp_path))
+def test_defaults_are_the_engines(built_engines: Path) -> None:
     resolved = settings("--model", "smollm2-135m", "--kv", "int4")
-    assert resolved.engine_dir == tmp_path / "smollm2-135m" / "int4"
+    assert resolved.engine_dir == built_engines / "smollm2-135m" / "int4"
     assert resolved.name == "smollm2-135m-int4"
     assert resolved.ports == {"http": 8000, "grpc": 8001, "metrics": 8002}
+    assert resolved.options.max_context == 1024
     assert resolved.options.kv_fallback is None
 
 
@@ -45,6 +60,8 @@ def test_fallback_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_engine_folder(tmp_path: Path) -> None:
     folder = tmp_path / "mine" / "k8v4"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
     resolved = settings("--engine", str(folder))
     assert (resolved.engine_dir, resolved.name) == (folder, "mine-k8v4")
 
@@ -58,6 +75,7 @@ def test_every_endpoint_listens_where_it_was_told() -> None:
 BAD_COMMANDS = [
     (("--model", "nonsense"), "nonsense"),
     (("--kv", "int3"), "int3"),
+    (("--kv", "k8v4"), "make engine MODEL=smollm2-135m KV=k8v4"),
     (("--context", "1"), "max_context"),
     (("--port", "99999"), "port"),
     (("--engine", "/nowhere/m/int4"), "make engine"),
@@ -65,12 +83,6 @@ BAD_COMMANDS = [
 
 
 @pytest.mark.parametrize(("argv", "message"), BAD_COMMANDS)
-def test_user_errors_have_no_traceback(
-    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run.StopRequest, "listen", lambda self: None)
-    monkeypatch.setattr(run, "sweep", lambda root: [])
-    assert run.main(argv) == 2
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert "Traceback" not in shown
+def test_user_errors(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(NibbleError, match=message):
+        settings(*argv)
