@@ -39,17 +39,14 @@ def fold_value_rotation(attention: nn.Module, head_dim: int) -> None:
 
     Computed in float64 and rounded once to the weights' type. Raises NibbleError if the layer has no v_proj and o_proj.
     """
-    if not (isinstance(getattr(attention, "v_proj", None), nn.Linear) and hasattr(attention, "o_proj")):
+    v_proj, o_proj = getattr(attention, "v_proj", None), getattr(attention, "o_proj", None)
+    if not (isinstance(v_proj, nn.Linear) and isinstance(o_proj, nn.Linear)):
         raise NibbleError(
             f"V rotation: got {type(attention).__name__} without linear v_proj and o_proj; use a KV format that does "
             "not rotate V (int8, int8-static, fp16)"
         )
     rotation = hadamard_matrix(head_dim)
-    v_weight, o_weight = attention.v_proj.weight, attention.o_proj.weight
-    v_heads = v_weight.double().unflatten(0, (-1, head_dim))
-    v_weight.copy_((rotation @ v_heads).flatten(0, 1))
-    if attention.v_proj.bias is not None:
-        bias_heads = attention.v_proj.bias.double().unflatten(0, (-1, head_dim))
-        attention.v_proj.bias.copy_((bias_heads @ rotation.T).flatten())
-    o_heads = o_weight.double().unflatten(1, (-1, head_dim))
-    o_weight.copy_((o_heads @ rotation.T).flatten(1))
+    v_proj.weight.copy_((rotation @ v_proj.weight.double().unflatten(0, (-1, head_dim))).flatten(0, 1))
+    if v_proj.bias is not None:
+        v_proj.bias.copy_((v_proj.bias.double().unflatten(0, (-1, head_dim)) @ rotation.T).flatten())
+    o_proj.weight.copy_((o_proj.weight.double().unflatten(1, (-1, head_dim)) @ rotation.T).flatten(1))

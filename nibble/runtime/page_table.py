@@ -109,7 +109,8 @@ class PageTable:
 
     def _find_prefix(self, sequence: Sequence, start: int) -> tuple[dict[int, int], dict[int, int]] | None:
         first_recent = self.policy.first_recent_page(start * PAGE_TOKENS)
-        open_pages, sealed_pages = {}, {}
+        open_pages: dict[int, int] = {}
+        sealed_pages: dict[int, int] = {}
         for page in range(start):
             is_open = page < self.policy.sink_pages or page >= first_recent
             pool, pages = (self.open_pool, open_pages) if is_open else (self.sealed_pool, sealed_pages)
