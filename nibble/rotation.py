@@ -4,8 +4,8 @@ Attention is linear in V, so for an orthogonal R and attention weights p
 
     W_o sum_t p_t v_t  =  (W_o R^T) sum_t p_t (R v_t)
 
-W_v becomes R W_v, W_o becomes W_o R^T, the cache holds R v, whose outliers are spread over all channels, and the model's
-output is the same.
+W_v becomes R W_v, W_o becomes W_o R^T, the cache holds R v, whose outliers are spread over all channels, and the
+model's output is the same.
 """
 
 from __future__ import annotations
