@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,12 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     write_tiny_llama(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_tiny_llama() -> Callable[..., None]:
+    """`write_tiny_llama`, for tests that change their model."""
+    return write_tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -80,3 +87,15 @@ def write_byte_tokenizer(folder: Path) -> None:
     )
     fast.chat_template = TINY_CHAT_TEMPLATE
     fast.save_pretrained(folder)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the gpu tier, with its reason, where there is no GPU."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="gpu tier: torch finds no CUDA device"))
