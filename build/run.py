@@ -43,8 +43,8 @@ def make_limits(model: ModelRecipe, max_positions: int, context: int | None, bat
     longest = min(max_positions, model.max_context)
     if context is not None and context > longest:
         raise NibbleError(
-            f"context: got {context}, allowed up to {longest} for {model.name} (the smaller of its recipe's max_context "
-            "and the positions it was trained for)"
+            f"context: got {context}, allowed up to {longest} for {model.name} (the smaller of its recipe's "
+            "max_context and the positions it was trained for)"
         )
     default = load_serve_recipe()
     return load_serve_recipe(max_context=context or min(default.max_context, longest), max_running=batch)

@@ -69,22 +69,31 @@ def _in_words(annotation: Any) -> str:
 
 def _complaint(model: type[BaseModel], problem: Any) -> str:
     """One pydantic error as 'key k.bits: got 5, allowed 4, 8, 16'."""
-    location = [part for part in problem["loc"] if isinstance(part, str)]
+    location = problem["loc"]
     if not location:
         return str(problem["msg"])
-    owner = model
-    for part in location[:-1]:
-        annotation = owner.model_fields[part].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        owner = annotation
-    key, name = location[-1], ".".join(location)
+    owner = _owner(model, location[:-1])
+    fields = {field.alias or name: field for name, field in owner.model_fields.items()} if owner else {}
+    name = ".".join(str(part) for part in location)
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {name} (got {problem['input']!r}); allowed keys: {', '.join(owner.model_fields)}"
-    allowed = allowed_values(owner.model_fields[key])
+        return f"unknown key {name} (got {problem['input']!r}); allowed keys: {', '.join(fields)}"
+    field = fields.get(location[-1])
+    allowed = allowed_values(field) if field else str(problem["msg"])
     if problem["type"] == "missing":
         return f"missing key {name}; allowed {allowed}"
-    reason = f" ({problem['msg']})" if problem["type"] in ("value_error", "string_pattern_mismatch") else ""
+    reason = f" ({problem['msg']})" if problem["type"] == "string_pattern_mismatch" else ""
     return f"key {name}: got {problem['input']!r}, allowed {allowed}{reason}"
+
+
+def _owner(model: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """The model that the keys and list positions of `path` lead to; None when it is no model."""
+    annotation: Any = model
+    for part in path:
+        if isinstance(part, int):
+            annotation = (*get_args(annotation), None)[0]
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = annotation.model_fields[part].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
