@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval import plots
-from eval.figures import comparison_rows
+from eval.figures import comparison_rows, headings
 from eval.measures import PositionMeasures
 from eval.records import Report
 
@@ -25,6 +25,7 @@ def render_html(report: Report, measured: list[PositionMeasures]) -> str:
         q=report.quality,
         cards=_cards(report),
         plots=_plots(report, measured),
+        headings=headings(report),
         comparison=comparison_rows(report),
         provenance=_provenance(report),
     )
@@ -38,8 +39,8 @@ def _cards(report: Report) -> list[dict[str, str]]:
         _card("mean KL to fp16", f"{summary.kl_mean:.5f}", f"nats; p99.9 {summary.kl_p999:.3f}"),
         _card("same top token", f"{summary.top1_agreement:.2%}", "of positions"),
         _card("perplexity", f"{summary.ppl_delta_pct:+.2f} %", f"{summary.ppl_fp16:.2f} to {summary.ppl:.2f}"),
-        _card("sealed cache", f"{smaller:.2f} × smaller", f"{summary.bytes_per_token:,.0f} bytes a token"),
-        _card("whole cache", f"{smaller_now:.2f} × smaller", f"at {memory.quantized.tokens:,} tokens, fp16 pages too"),
+        _card("sealed cache", f"÷ {smaller:.2f}", f"{summary.bytes_per_token:,.0f} bytes a token"),
+        _card("whole cache", f"÷ {smaller_now:.2f}", f"at {memory.quantized.tokens:,} tokens, fp16 pages too"),
         _card("decode", f"{summary.decode_tokens_per_s:.1f} tok/s", f"fp16 {summary.decode_tokens_per_s_fp16:.1f}"),
     ]
 
@@ -56,7 +57,7 @@ def _plots(report: Report, measured: list[PositionMeasures]) -> list[dict[str, s
         ),
         (plots.kl_distribution(measured), "How often KL exceeds a value. The tail is what a user notices."),
         (plots.memory_by_length(report), "One sequence's cache, fp16 pages included. Dots: counted in the allocator."),
-        (plots.losses(measured), "Loss of every position with and without quantization; the line is no change."),
+        (plots.loss_changes(measured), "How much the loss of every position changed, over its loss with fp16."),
     )
     return [{"svg": svg, "caption": caption} for svg, caption in drawn]
 

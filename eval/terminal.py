@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eval.figures import comparison_rows
+from eval.figures import comparison_rows, headings
 from eval.records import Report
 
 OUTCOME_STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skipped": "yellow"}
@@ -22,18 +23,19 @@ def print_report(report: Report, console: Console) -> None:
 
 def _comparison(report: Report) -> Table:
     summary = report.summary
-    title = f"{summary.model}, KV {summary.kv} against fp16, {summary.tokens:,} positions (95 % intervals over windows)"
-    table = Table(title=title)
-    table.add_column("measure")
-    for heading in (summary.kv, "fp16", "change"):
-        table.add_column(heading, justify="right")
+    title = (
+        f"{summary.model}, KV {summary.kv} against fp16: {summary.tokens:,} positions in {report.plan.windows} windows"
+    )
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for number, heading in enumerate(headings(report)):
+        table.add_column(heading, justify="right" if number else "left")
     for row in comparison_rows(report):
         table.add_row(*row)
     return table
 
 
 def _buckets(report: Report) -> Table:
-    table = Table(title="By position in the window")
+    table = Table(title="By position in the window", box=SIMPLE_HEAD)
     for heading in ("positions", "KL mean", "KL p99.9", "same top token", "perplexity"):
         table.add_column(heading, justify="right")
     for bucket in report.quality.buckets:
