@@ -27,7 +27,7 @@ supported() { [[ $(version_of "$1") == 3.1[12] ]]; }
 
 find_python() {
     if [[ -n ${PYTHON:-} ]]; then
-        supported "$PYTHON" || fail "PYTHON=$PYTHON is Python '$(version_of "$PYTHON")', allowed: 3.11 or 3.12"
+        supported "$PYTHON" || fail "PYTHON=$PYTHON is no Python that runs, or the wrong one; allowed: 3.11 or 3.12"
         echo "$PYTHON"
         return
     fi
