@@ -17,7 +17,7 @@ def ask_one_question(url: str, console: Console) -> None:
     console.print("[bold]answer[/] ", end="")
     last = None
     for last in TritonLLM(url).stream([{"role": "user", "content": QUESTION}], max_tokens=48):
-        console.print(Text(last.text), end="")
+        console.print(Text(last.text), end="", soft_wrap=True)
     console.print()
     if last is None or last.finish_reason not in ("stop", "length") or not last.generated_tokens:
         raise NibbleError(f"check: the server gave no whole answer: {last}")

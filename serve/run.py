@@ -26,6 +26,7 @@ from serve.leftovers import sweep
 from serve.repository import write_repository
 from serve.settings import RUN_ROOT, EngineOptions, ServeSettings
 from serve.supervisor import StopRequest, Supervisor
+from serve.tensors import MODEL_NAME
 
 FALLBACKS = ("fp16",)
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def serve(settings: ServeSettings, console: Console, stop: StopRequest, *, is_check: bool) -> None:
     """Run a server from checks to a clean stop. Raises NibbleError."""
     for done in sweep(RUN_ROOT):
-        console.print(f"[yellow]{done}[/]")
+        console.print(f"[yellow]{done}[/]", soft_wrap=True)
     preflight.check(settings)
     write_repository(settings)
     with Supervisor(settings, console, stop) as supervisor:
@@ -129,12 +130,16 @@ def _fallback(flag: str | None) -> str | None:
 
 
 def _print_endpoints(settings: ServeSettings, console: Console) -> None:
-    base = f"http://{settings.client_host}"
-    console.print(f"  generate  {base}:{settings.http_port}/v2/models/llm/generate")
-    console.print(f"  stream    {base}:{settings.http_port}/v2/models/llm/generate_stream")
-    console.print(f"  gRPC      {settings.client_host}:{settings.grpc_port}")
-    console.print(f"  metrics   {base}:{settings.metrics_port}/metrics")
-    console.print(f"  log       {settings.log_path}")
+    host, model_url = settings.client_host, f"http://{settings.client_host}:{settings.http_port}/v2/models/{MODEL_NAME}"
+    endpoints = {
+        "generate": f"{model_url}/generate",
+        "stream": f"{model_url}/generate_stream",
+        "gRPC": f"{host}:{settings.grpc_port}",
+        "metrics": f"http://{host}:{settings.metrics_port}/metrics",
+        "log": str(settings.log_path),
+    }
+    for name, where in endpoints.items():
+        console.print(f"  {name:9} {where}", soft_wrap=True)
     if settings.options.kv_fallback:
         console.print(f"[yellow]KV_FALLBACK={settings.options.kv_fallback}: the cache is not the one that was built[/]")
     console.print("Ctrl-C stops the server")

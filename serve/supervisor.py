@@ -68,7 +68,7 @@ class Supervisor:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._console.print("stopping: no new requests, letting running answers end (Ctrl-C again to stop now)")
+        self._console.print("stopping; running answers may end (Ctrl-C again: stop now)")
         if not self._server.stop(self._stop.is_forced):
             self._console.print("[yellow]the server did not end in time and was killed[/]")
         self._settings.record_path.unlink(missing_ok=True)
@@ -93,7 +93,7 @@ class Supervisor:
             reason = self._server.failure()
             if reason is None:
                 continue
-            self._console.print(f"[red]{reason}[/]; log: {self._settings.log_path}")
+            self._console.print(f"[red]{reason}[/]; log: {self._settings.log_path}", soft_wrap=True)
             self._restart(reason)
 
     def _restart(self, reason: str) -> None:

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from nibble.paths import REPOSITORY_ROOT
 from serve.client import ServerError
-from tests.triton.running_server import START_S, RunningServer, serve_command, wait_for
+from tests.triton.running_server import START_S, RunningServer, free_port, serve_command, wait_for
 
 START = Callable[..., RunningServer]
 
@@ -120,12 +121,8 @@ def test_orphaned_server_is_ended_by_the_next_start(start_server: START) -> None
     assert again.terminate() == 0
 
 
-def test_engine_that_does_not_load_gives_the_reason(built_engine: object, tmp_path: object) -> None:
-    broken = tmp_path / "smollm2-135m" / "int4"  # type: ignore[operator]
-    broken.mkdir(parents=True)
-    (broken / "manifest.json").write_text("{}")
-    failed = run_to_end(serve_command(28000, "--engine", str(broken)))
+def test_engine_that_does_not_load_gives_the_reason(built_engine: Path) -> None:
+    failed = run_to_end(serve_command(free_port(), "--context", "100000"))
     assert failed.returncode == 2
-    assert "Triton did not start:" in failed.stderr
-    assert "manifest" in failed.stderr
+    assert "Triton did not start: max_context: got 100000, allowed up to" in failed.stderr
     assert "Traceback" not in failed.stderr

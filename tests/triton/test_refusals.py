@@ -85,8 +85,10 @@ def test_http_client_that_hangs_up_is_cancelled(server: RunningServer) -> None:
     request = urllib.request.Request(f"{server.url}/generate_stream", data=json.dumps(fields).encode())
     answer = urllib.request.urlopen(request, timeout=30)
     assert answer.readline().startswith(b"data: ")
+    wait_for(lambda: server.metric("nibble_requests", state="running") == 1, 10, "the request to run")
     answer.close()
-    wait_for(lambda: server.metric("nibble_pages", state="used") == 0, 10, "its pages to be freed")
+    wait_for(lambda: server.metric("nibble_requests", state="running") == 0, 10, "the request to be cancelled")
+    assert server.metric("nibble_pages", state="used") == 0
 
 
 def test_metrics(server: RunningServer) -> None:
