@@ -1,0 +1,140 @@
+"""The dequantize pass of prefill: sealed pages to fp16 pages of the scratch, in the layout of open pages.
+
+Its traffic grows with the tokens and that of attention with their square, so it is kept simple: a program turns K or V
+of one page of one KV head into 64 x D fp16 values. Where a code lies in the page is one function, `locate_codes`.
+"""
+
+from __future__ import annotations
+
+# Functions for the device have no types to check: Triton traces them.
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+from nibble.formats import KVFormat, ScaleKind, SealedPageLayout, TensorFormat
+from nibble.kernels.prefill_plan import PrefillPlan
+
+PAGE = tl.constexpr(64)
+SCALE_KINDS = {kind: index for index, kind in enumerate(ScaleKind)}
+PER_CHANNEL = tl.constexpr(SCALE_KINDS[ScaleKind.PAGE_CHANNEL])
+PER_TOKEN = tl.constexpr(SCALE_KINDS[ScaleKind.TOKEN])
+
+
+@triton.jit
+def locate_codes(tokens, channels, D: tl.constexpr, BITS: tl.constexpr):
+    """Byte offset of a code among its page's codes, and its shift in that byte (row order: see nibble/packing.py)."""
+    if BITS == 8:
+        return tokens * D + channels, channels * 0
+    HALF: tl.constexpr = D // 2
+    high = channels >= HALF
+    return tokens * HALF + tl.where(high, channels - HALF, channels), tl.where(high, 4, 0)
+
+
+@triton.jit
+def read_codes(codes, tokens, channels, valid, D: tl.constexpr, BITS: tl.constexpr):
+    """The codes of a page as fp32 [64, D_PAD]."""
+    offsets, shifts = locate_codes(tokens[:, None], channels[None, :], D, BITS)
+    packed = tl.load(codes + offsets, mask=valid, other=0).to(tl.int32)
+    return ((packed >> shifts) & ((1 << BITS) - 1)).to(tl.float32)
+
+
+@triton.jit
+def read_page(
+    codes, parameters, static_scale, static_zero, head, tokens, channels, valid,
+    D: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """What a far query sees of one page: fp32 [64, D_PAD]."""
+    if BITS == 16:
+        values = tl.load(codes.to(tl.pointer_type(tl.float16)) + tokens[:, None] * D + channels[None, :], mask=valid)
+        return values.to(tl.float32)
+    quantized = read_codes(codes, tokens, channels, valid, D, BITS)
+    halves = parameters.to(tl.pointer_type(tl.float16))
+    inside = channels < D
+    if SCALE == PER_CHANNEL:
+        scale = tl.load(halves + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
+        zero = tl.load(halves + D + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
+    elif SCALE == PER_TOKEN:
+        scale = tl.load(halves + tokens).to(tl.float32)[:, None]
+        zero = tl.load(halves + PAGE + tokens).to(tl.float32)[:, None]
+    else:
+        scale = tl.load(static_scale + head * D + channels, mask=inside, other=0.0)[None, :]
+        zero = tl.load(static_zero + head * D + channels, mask=inside, other=0.0)[None, :]
+    return quantized * scale + zero
+
+
+@triton.jit
+def dequantize_kernel(
+    scratch, open_pool, sealed_pool, open_table, sealed_table, scratch_pages, max_pages,
+    k_scale, k_zero, v_scale, v_zero,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    K_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_BITS: tl.constexpr, V_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr, K_PARAMETERS: tl.constexpr, V_PARAMETERS: tl.constexpr,
+):  # fmt: skip
+    """Grid: KV heads, scratch pages, K and V."""
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    tensor = tl.program_id(2)
+    sequence = tl.load(scratch_pages + slot * 4)
+    page = tl.load(scratch_pages + slot * 4 + 1)
+    tail_tokens = tl.load(scratch_pages + slot * 4 + 2)
+    tokens = tl.arange(0, PAGE)
+    channels = tl.arange(0, D_PAD)
+    valid = (tokens < PAGE)[:, None] & (channels < D)[None, :]
+    places = tokens[:, None] * D + channels[None, :]
+
+    if tail_tokens > 0:
+        open_page = tl.load(open_table + sequence * max_pages + page).to(tl.int64)
+        open_source = open_pool + ((open_page * 2 + tensor) * KV_HEADS + head) * (PAGE * D)
+        written = valid & (tokens < tail_tokens)[:, None]
+        values = tl.load(open_source + places, mask=written, other=0.0).to(tl.float32)
+    else:
+        sealed_page = tl.load(sealed_table + sequence * max_pages + page).to(tl.int64)
+        sealed_source = sealed_pool + (sealed_page * KV_HEADS + head) * PAGE_BYTES
+        readable = valid & (sealed_page >= 0)
+        if tensor == 0:
+            values = read_page(
+                sealed_source, sealed_source + K_PARAMETERS, k_scale, k_zero, head, tokens, channels, readable, D,
+                K_BITS, K_SCALE,
+            )  # fmt: skip
+        else:
+            values = read_page(
+                sealed_source + V_CODES, sealed_source + V_PARAMETERS, v_scale, v_zero, head, tokens, channels,
+                readable, D, V_BITS, V_SCALE,
+            )  # fmt: skip
+        values = tl.where(sealed_page >= 0, values, float("nan"))  # a page that was never sealed must not go unseen
+    target = scratch + ((slot.to(tl.int64) * 2 + tensor) * KV_HEADS + head) * (PAGE * D)
+    tl.store(target + places, values.to(tl.float16), mask=valid)
+
+
+def fill_scratch(
+    plan: PrefillPlan,
+    fmt: KVFormat,
+    open_pool: torch.Tensor,
+    sealed_pool: torch.Tensor,
+    open_table: torch.Tensor,
+    sealed_table: torch.Tensor,
+    static: tuple[torch.Tensor | None, ...],
+) -> torch.Tensor:
+    """The scratch of a step, fp16 [pages (at least 1), 2, kv_heads, 64, head_dim]; shapes as in prefill_attention.
+
+    static: scale and zero of K, scale and zero of V, fp32 [kv_heads, head_dim], for static formats.
+    """
+    num_pages = plan.scratch_pages.shape[0]
+    num_kv_heads, head_dim = open_pool.shape[2], open_pool.shape[4]
+    scratch = open_pool.new_empty((max(num_pages, 1), *open_pool.shape[1:]))
+    if num_pages:
+        layout = SealedPageLayout(fmt, head_dim)
+        dequantize_kernel[(num_kv_heads, num_pages, 2)](
+            scratch, open_pool, sealed_pool, open_table, sealed_table, plan.scratch_pages, open_table.shape[1], *static,
+            KV_HEADS=num_kv_heads, D=head_dim, D_PAD=triton.next_power_of_2(head_dim), PAGE_BYTES=layout.page_bytes,
+            K_BITS=fmt.k.bits, K_SCALE=_scale_kind(fmt.k), V_BITS=fmt.v.bits, V_SCALE=_scale_kind(fmt.v),
+            V_CODES=layout.v_codes.start, K_PARAMETERS=layout.k_parameters.start,
+            V_PARAMETERS=layout.v_parameters.start, num_warps=4,
+        )  # fmt: skip
+    return scratch
+
+
+def _scale_kind(fmt: TensorFormat) -> int:
+    return SCALE_KINDS[fmt.scale]
