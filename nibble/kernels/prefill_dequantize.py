@@ -25,19 +25,26 @@ PER_TOKEN = tl.constexpr(SCALE_KINDS[ScaleKind.TOKEN])
 @triton.jit
 def locate_codes(tokens, channels, D: tl.constexpr, BITS: tl.constexpr):
     """Byte offset of a code among its page's codes, and its shift in that byte (row order: see nibble/packing.py)."""
-    if BITS == 8:
-        return tokens * D + channels, channels * 0
-    HALF: tl.constexpr = D // 2
-    high = channels >= HALF
-    return tokens * HALF + tl.where(high, channels - HALF, channels), tl.where(high, 4, 0)
+    if BITS == 4:
+        high = channels >= D // 2
+        offsets = tokens * (D // 2) + tl.where(high, channels - D // 2, channels)
+        shifts = tl.where(high, 4, 0)
+    else:
+        offsets = tokens * D + channels
+        shifts = channels * 0
+    return offsets, shifts
 
 
 @triton.jit
 def read_codes(codes, tokens, channels, valid, D: tl.constexpr, BITS: tl.constexpr):
-    """The codes of a page as fp32 [64, D_PAD]."""
+    """The codes of a page, or its values when they are 16-bit, as fp32 [64, D_PAD]."""
     offsets, shifts = locate_codes(tokens[:, None], channels[None, :], D, BITS)
-    packed = tl.load(codes + offsets, mask=valid, other=0).to(tl.int32)
-    return ((packed >> shifts) & ((1 << BITS) - 1)).to(tl.float32)
+    if BITS == 16:
+        stored = tl.load(codes.to(tl.pointer_type(tl.float16)) + offsets, mask=valid, other=0.0)
+    else:
+        packed = tl.load(codes + offsets, mask=valid, other=0).to(tl.int32)
+        stored = (packed >> shifts) & ((1 << BITS) - 1)
+    return stored.to(tl.float32)
 
 
 @triton.jit
@@ -46,13 +53,12 @@ def read_page(
     D: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """What a far query sees of one page: fp32 [64, D_PAD]."""
-    if BITS == 16:
-        values = tl.load(codes.to(tl.pointer_type(tl.float16)) + tokens[:, None] * D + channels[None, :], mask=valid)
-        return values.to(tl.float32)
-    quantized = read_codes(codes, tokens, channels, valid, D, BITS)
     halves = parameters.to(tl.pointer_type(tl.float16))
     inside = channels < D
-    if SCALE == PER_CHANNEL:
+    if BITS == 16:
+        scale = tl.full((1, 1), 1.0, tl.float32)
+        zero = tl.zeros((1, 1), tl.float32)
+    elif SCALE == PER_CHANNEL:
         scale = tl.load(halves + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
         zero = tl.load(halves + D + channels, mask=inside, other=0.0).to(tl.float32)[None, :]
     elif SCALE == PER_TOKEN:
@@ -61,7 +67,7 @@ def read_page(
     else:
         scale = tl.load(static_scale + head * D + channels, mask=inside, other=0.0)[None, :]
         zero = tl.load(static_zero + head * D + channels, mask=inside, other=0.0)[None, :]
-    return quantized * scale + zero
+    return read_codes(codes, tokens, channels, valid, D, BITS) * scale + zero
 
 
 @triton.jit

@@ -54,10 +54,11 @@ def launch_portable(
     softmax_scale: float,
 ) -> None:
     """The plain Triton kernel."""
+    constants = _constants(q, cache, plan, log_sum_exp)
     prefill_portable_kernel[_grid(q, cache, plan.tiles)](
         cache.open_pool, scratch, q, out, log_sum_exp, plan.tiles, plan.sequences, cache.open_table,
         plan.tiles.shape[0], cache.open_table.shape[1], softmax_scale,
-        **_constants(q, cache, plan, log_sum_exp), num_warps=8, num_stages=2,
+        **constants, num_warps=8, num_stages=1 if constants["D_PAD"] > 128 else 2,
     )  # fmt: skip
 
 

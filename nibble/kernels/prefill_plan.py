@@ -127,7 +127,7 @@ def _tabulate(
     return sequences, scratch_pages
 
 
-def _table(rows: list[tuple[int, ...]], columns: int, device: torch.device | str) -> torch.Tensor:
+def _table(rows: Sequence[tuple[int, ...]], columns: int, device: torch.device | str) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns).to(device, non_blocking=True)
 
 

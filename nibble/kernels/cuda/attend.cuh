@@ -1,0 +1,255 @@
+// Attention of one warp's queries over one item: S = K q (tokens x heads), softmax, O += V^T P (channels x heads).
+//
+// Row g (+ 8 e) of token tile t of a coded item is its token 2 T g + 2 t + e (T: tiles of the item), so that a lane's
+// tokens, and with them their scales, lie together. In an fp16 item it is token g + 8 e.
+#pragma once
+#include "query.cuh"
+#include "state.cuh"
+
+struct ItemContext {
+    const DecodeParams& p;
+    const Unit& unit;
+    Shared* shared;
+    int buffer;  // of the queries
+    int lane;
+};
+
+// scores of tokens outside [token_begin, token_end) become minus infinity; token(tile, e) is the token of row g + 8 e.
+template <int kTiles, class Token>
+DEVICE void mask_scores(const ItemHeader& header, float (&scores)[kHeadTiles][kTiles][4], Token token) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int at = header.first_token + token(tile, e);
+            if (at >= header.token_begin && at < header.token_end) continue;
+#pragma unroll
+            for (int t = 0; t < kHeadTiles; ++t)
+                scores[t][tile][2 * e] = scores[t][tile][2 * e + 1] = -__int_as_float(0x7f800000);
+        }
+}
+DEVICE bool needs_mask(const ItemHeader& header, int tokens) {
+    return header.first_token < header.token_begin || header.first_token + tokens > header.token_end;
+}
+
+// Probabilities (tokens x heads accumulators) of one token tile as the B operand of P V.
+DEVICE void to_operand(u32 (&b)[2], const float (&p)[4]) {
+    b[0] = transpose8x8(pack_halves(p[0], p[1]));
+    b[1] = transpose8x8(pack_halves(p[2], p[3]));
+}
+
+// This lane's piece of a row of channels.
+DEVICE uint4 load_chunk(u32 at, int chunk, int j) {
+    if (chunk_channels(chunk) == 8) return load_shared16(at + 2 * chunk_channel(chunk, j));
+    const uint2 x = load_shared8(at + 2 * chunk_channel(chunk, j));
+    return make_uint4(x.x, x.y, 0, 0);
+}
+
+// ---- fp16 items: K rows, then V rows ----
+DEVICE void attend_half(const ItemContext& x, const ItemHeader& header, u32 stage, RunningState& s) {
+    const int g = x.lane / 4, j = x.lane & 3;
+    float scores[kHeadTiles][1][4] = {};
+    const uint4* q = query_operands(x.shared, x.buffer, 0) + x.lane;
+#pragma unroll
+    for (int chunk = 0; chunk < kQueryChunks; ++chunk) {
+        const bool whole = chunk_channels(chunk) == 8;
+        const uint4 low = load_chunk(stage + g * kHalfRowBytes, chunk, j);
+        const uint4 high = load_chunk(stage + (g + 8) * kHalfRowBytes, chunk, j);
+        const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+        for (int t = 0; t < kHeadTiles; ++t) {
+            const uint4 b = q[(t * kQueryChunks + chunk) * 32];
+            mma(scores[t][0], first, b.x, b.y);
+            if (whole) mma(scores[t][0], second, b.z, b.w);
+        }
+    }
+    const float4* factors = query_factors(x.shared, x.buffer);
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; ++t) {
+        const float f0 = factors[t * 8 + 2 * j].x, f1 = factors[t * 8 + 2 * j + 1].x;
+        scores[t][0][0] *= f0, scores[t][0][2] *= f0, scores[t][0][1] *= f1, scores[t][0][3] *= f1;
+    }
+    const bool masked = needs_mask(header, kHalfItemTokens);
+    if (masked) mask_scores<1>(header, scores, [&](int, int e) { return g + 8 * e; });
+    convert(x.p, x.unit.kv_head, s, false, x.lane);
+    softmax_step<1>(s, scores);
+    u32 b[kHeadTiles][2];
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; ++t) to_operand(b[t], scores[t][0]);
+
+    // Rows behind the sequence's end hold whatever was there, NaN perhaps: their values are cleared, not weighted by 0.
+    u32 keep[2] = {kFullMask, kFullMask};
+    if (masked) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int left = header.token_end - header.first_token - 2 * j - 8 * half;
+            keep[half] = left <= 0 ? 0u : left == 1 ? 0xffffu : kFullMask;
+        }
+    }
+    const u32 values = stage + kHalfItemTokens * kHalfRowBytes;
+#pragma unroll
+    for (int chunk = 0; chunk < kQueryChunks; ++chunk) {
+        const uint4 low = load_chunk(values + g * kHalfRowBytes, chunk, j);
+        const uint4 high = load_chunk(values + (g + 8) * kHalfRowBytes, chunk, j);
+        const u32 rows[4] = {low.x, low.y, low.z, low.w}, later_rows[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int c = 2 * chunk; c < min(2 * chunk + 2, kChannelTiles); ++c) {
+            const int word = 2 * (c & 1);
+            const u32 a[4] = {transpose8x8(rows[word]) & keep[0], transpose8x8(rows[word + 1]) & keep[0],
+                              transpose8x8(later_rows[word]) & keep[1], transpose8x8(later_rows[word + 1]) & keep[1]};
+#pragma unroll
+            for (int t = 0; t < kHeadTiles; ++t) mma(s.out[t][c], a, b[t][0], b[t][1]);
+        }
+    }
+}
+
+// ---- coded items: K codes, V codes, K parameters, V parameters ----
+// Parameters of this lane's tokens of an item: halves [2 T], from `at`, the item's part of a page's 64.
+DEVICE void load_token_parameters(float (&y)[2 * kTokenTiles], u32 at, int g) {
+    u32 pairs[kTokenTiles];
+    if constexpr (kTokenTiles == 4) {
+        const uint4 x = load_shared16(at + 16 * g);
+        pairs[0] = x.x, pairs[1] = x.y, pairs[2] = x.z, pairs[3] = x.w;
+    } else if constexpr (kTokenTiles == 2) {
+        const uint2 x = load_shared8(at + 8 * g);
+        pairs[0] = x.x, pairs[1] = x.y;
+    } else {
+        pairs[0] = load_shared4(at + 4 * g);
+    }
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) y[2 * t] = half_low(pairs[t]), y[2 * t + 1] = half_high(pairs[t]);
+}
+
+DEVICE uint4 multiply_chunk(uint4 a, uint4 b) {
+    return make_uint4(multiply_halves(a.x, b.x), multiply_halves(a.y, b.y), multiply_halves(a.z, b.z),
+                      multiply_halves(a.w, b.w));
+}
+
+DEVICE uint4 chunk_rounding_error(uint4 a, uint4 b, uint4 product) {
+    return make_uint4(rounding_error(a.x, b.x, product.x), rounding_error(a.y, b.y, product.y),
+                      rounding_error(a.z, b.z, product.z), rounding_error(a.w, b.w, product.w));
+}
+
+// scores: sums over channels of codes times scaled queries; zero: the same with the page's zero points (page scales).
+// A query times a scale does not fit fp16: with kSplit, what its rounding lost is multiplied as well.
+template <bool kSplit>
+DEVICE void multiply_keys(const ItemContext& x, u32 stage, u32 parameters,
+                          float (&scores)[kHeadTiles][kTokenTiles][4], float (&zero)[kHeadTiles][4]) {
+    using Reader = CodeReader<kKBits, kTokenTiles * kChannelTiles>;
+    const int j = x.lane & 3;
+    const bool is_paged = x.p.k_scale_kind == kPageChannel;
+    const uint4* q = query_operands(x.shared, x.buffer, x.p.k_scale_kind == kStaticChannel) + x.lane;
+    const uint4* q_lost = query_operands(x.shared, x.buffer, 2) + x.lane;
+    uint4 b[kHeadTiles], lost[kHeadTiles];
+    u32 words[Reader::kLoadWords];
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles * kChannelTiles; ++tile) {
+        const int channel_tile = tile / kTokenTiles, token_tile = tile % kTokenTiles;
+        const int chunk = channel_tile / 2;
+        if (channel_tile % 2 == 0 && token_tile == 0) {
+#pragma unroll
+            for (int t = 0; t < kHeadTiles; ++t) b[t] = q[(t * kQueryChunks + chunk) * 32];
+            if (is_paged) {
+                const uint4 scale = load_chunk(parameters, chunk, j);
+                const uint4 z = load_chunk(parameters + 2 * kHeadDim, chunk, j);
+                const u32 first[4] = {z.x, z.x, z.y, z.y}, second[4] = {z.z, z.z, z.w, z.w};
+#pragma unroll
+                for (int t = 0; t < kHeadTiles; ++t) {
+                    mma(zero[t], first, b[t].x, b[t].y);
+                    if (chunk_channels(chunk) == 8) mma(zero[t], second, b[t].z, b[t].w);
+                    const uint4 product = multiply_chunk(b[t], scale);
+                    if (kSplit) lost[t] = chunk_rounding_error(b[t], scale, product);
+                    b[t] = product;
+                }
+            } else if (kSplit) {
+#pragma unroll
+                for (int t = 0; t < kHeadTiles; ++t) lost[t] = q_lost[(t * kQueryChunks + chunk) * 32];
+            }
+        }
+        if (tile % Reader::kLoadTiles == 0) Reader::load(words, stage, tile / Reader::kLoadTiles, x.lane);
+        u32 a[4];
+        Reader::unpack(a, words, tile % Reader::kLoadTiles);
+#pragma unroll
+        for (int t = 0; t < kHeadTiles; ++t) {
+            if (channel_tile % 2 == 0) {
+                mma(scores[t][token_tile], a, b[t].x, b[t].y);
+                if (kSplit) mma(scores[t][token_tile], a, lost[t].x, lost[t].y);
+            } else {
+                mma(scores[t][token_tile], a, b[t].z, b[t].w);
+                if (kSplit) mma(scores[t][token_tile], a, lost[t].z, lost[t].w);
+            }
+        }
+    }
+}
+
+DEVICE void attend_coded(const ItemContext& x, const ItemHeader& header, u32 stage, RunningState& s) {
+    const int g = x.lane / 4, j = x.lane & 3;
+    const int place_in_page = header.first_token & (kPageTokens - 1);
+    const u32 k_parameters = stage + kKItemBytes + kVItemBytes;
+    const u32 k_parameter_bytes = x.p.k_scale_kind == kPageChannel ? 4 * kHeadDim
+                                  : x.p.k_scale_kind == kToken     ? 4 * kPageTokens
+                                                                   : 0;
+    float scores[kHeadTiles][kTokenTiles][4] = {};
+    float zero[kHeadTiles][4] = {};
+    if (x.p.k_scale_kind == kToken)
+        multiply_keys<false>(x, stage, k_parameters, scores, zero);
+    else
+        multiply_keys<SPLIT_QUERIES>(x, stage, k_parameters, scores, zero);
+
+    const float4* factors = query_factors(x.shared, x.buffer);
+    float token_scale[2 * kTokenTiles], token_zero[2 * kTokenTiles];
+    const bool by_token = x.p.k_scale_kind == kToken;
+    if (by_token) {
+        load_token_parameters(token_scale, k_parameters + 2 * place_in_page, g);
+        load_token_parameters(token_zero, k_parameters + 2 * (kPageTokens + place_in_page), g);
+    }
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; ++t)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float4 f = factors[t * 8 + 2 * j + h];
+            const float plus = by_token ? f.z : f.z + zero[t][h] * f.x;
+#pragma unroll
+            for (int i = 0; i < 2 * kTokenTiles; ++i) {
+                float& score = scores[t][i / 2][2 * (i & 1) + h];
+                const float by = i & 1 ? f.y * upper_row_unit<kKBits>() : f.y;
+                score = by_token ? score * (by * token_scale[i]) + plus * token_zero[i] : score * by + plus;
+            }
+        }
+    if (needs_mask(header, kItemTokens))
+        mask_scores<kTokenTiles>(header, scores, [&](int tile, int e) { return 2 * kTokenTiles * g + 2 * tile + e; });
+    convert(x.p, x.unit.kv_head, s, true, x.lane);
+    softmax_step<kTokenTiles>(s, scores);
+
+    const bool scaled_by_token = x.p.v_scale_kind == kToken;
+    if (scaled_by_token) {
+        const u32 v_parameters = k_parameters + k_parameter_bytes + 2 * place_in_page;
+        load_token_parameters(token_scale, v_parameters, g);
+        load_token_parameters(token_zero, v_parameters + 2 * kPageTokens, g);
+    }
+    u32 b[kHeadTiles][kTokenTiles][2];
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; ++t)
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) {
+            float(&p)[4] = scores[t][tile];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s.zero[t][i & 1] += scaled_by_token ? p[i] * token_zero[2 * tile + i / 2] : p[i];
+                if (scaled_by_token) p[i] *= token_scale[2 * tile + i / 2];
+            }
+            to_operand(b[t][tile], p);
+        }
+    using Reader = CodeReader<kVBits, kTokenTiles * kChannelTiles>;
+    u32 words[Reader::kLoadWords];
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles * kChannelTiles; ++tile) {
+        if (tile % Reader::kLoadTiles == 0)
+            Reader::load(words, stage + kKItemBytes, tile / Reader::kLoadTiles, x.lane);
+        u32 a[4];
+        Reader::unpack(a, words, tile % Reader::kLoadTiles);
+        const int token_tile = tile / kChannelTiles, channel_tile = tile % kChannelTiles;
+#pragma unroll
+        for (int t = 0; t < kHeadTiles; ++t) mma(s.out[t][channel_tile], a, b[t][token_tile][0], b[t][token_tile][1]);
+    }
+}

@@ -1,0 +1,64 @@
+// One instance of the decode kernel: the macros the host compiles it with, as constants, and its launch parameters.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int kHeadDim = HEAD_DIM;          // channels of a head: a multiple of 16
+constexpr int kKBits = K_BITS;              // 4, 8 or 16
+constexpr int kVBits = V_BITS;
+constexpr int kHeadTiles = HEAD_TILES;      // query heads of a group in units of 8: 1 or 2
+constexpr int kTokenTiles = TOKEN_TILES;    // tokens of a work item of a sealed page in units of 16: 2 or 4
+constexpr int kMaxConsumers = MAX_CONSUMERS;  // consumer warps at most
+
+constexpr int kPageTokens = 64;
+constexpr bool kCoded = kKBits < 16;
+constexpr int kChannelTiles = kHeadDim / 16;
+constexpr int kQueryChunks = (kChannelTiles + 1) / 2;  // 16-byte pieces a lane holds of a query: two channel tiles each
+constexpr int kHeadSlots = 8 * kHeadTiles;
+constexpr int kItemTokens = 16 * kTokenTiles;
+constexpr int kItemsPerPage = kPageTokens / kItemTokens;
+constexpr int kHalfItemTokens = 16;                    // tokens of a work item of an fp16 page
+constexpr int kHalfRowBytes = 2 * kHeadDim;
+constexpr int kKItemBytes = kItemTokens * kHeadDim * kKBits / 8;
+constexpr int kVItemBytes = kItemTokens * kHeadDim * kVBits / 8;
+constexpr int kKPageBytes = kItemsPerPage * kKItemBytes;
+constexpr int kVPageBytes = kItemsPerPage * kVItemBytes;
+constexpr int kMergeStride = kHeadDim + 4;             // floats of a head in the merge buffer
+constexpr int kUnitTable = 128;                        // units of work listed at a time
+
+enum ScaleKind : int { kNone = 0, kPageChannel = 1, kToken = 2, kStaticChannel = 3 };
+
+// Mirrored field by field by nibble/kernels/decode.py.
+struct DecodeParams {
+    const u16* q;              // [batch, kv_heads * group, head_dim], fp16 or bf16
+    u16* out;                  // like q
+    float* log_sum_exp;        // [batch, kv_heads * group] or null
+    const u8* open_pool;       // fp16 [pages, 2, kv_heads, 64, head_dim]
+    const u8* sealed_pool;     // [pages, kv_heads, page_bytes]
+    const int* block_table;    // [batch, max_pages]
+    const int* seq_lens;       // [batch]
+    const float* k_scale;      // [kv_heads, head_dim], static formats
+    const float* k_zero;
+    const float* v_scale;
+    const float* v_zero;
+    float* partial_out;        // [batch, kv_heads, max_splits, group, head_dim], channels in tile order
+    float* partial_lse;        // [batch, kv_heads, max_splits, group], log2 units
+    float softmax_scale;
+    int batch;
+    int kv_heads;
+    int group;
+    int max_pages;
+    int max_splits;
+    int page_bytes;
+    int sink_pages;
+    int recent_pages;
+    int sliding_window;        // 0: none
+    int k_scale_kind;
+    int v_scale_kind;
+    int is_bfloat;
+    int consumers;             // consumer warps of this launch
+    int stages;                // stages of the ring
+    int stage_bytes;
+    int short_split_pages;     // pages of a split up to short_pages visible pages, and beyond
+    int long_split_pages;
+    int short_pages;
+};

@@ -1,0 +1,92 @@
+// Who does what: every sequence and KV head is cut into splits of a size that depends on its length alone; a unit of
+// work is one split. Units are numbered split first, then KV head, then sequence, and dealt to the blocks in turn.
+#pragma once
+#include "config.cuh"
+
+struct Unit {
+    int batch;
+    int kv_head;
+    int split;
+    int num_splits;
+    int page_begin;
+    int page_end;
+    int num_items;
+    int seq_len;
+};
+
+struct Visible {
+    int page_begin;  // pages [page_begin, page_end) hold tokens that the query sees
+    int page_end;
+    int split_pages;
+    int num_splits;
+};
+
+DEVICE int window_begin(const DecodeParams& p, int seq_len) {
+    return p.sliding_window > 0 && seq_len > p.sliding_window ? seq_len - p.sliding_window : 0;
+}
+DEVICE int first_recent_page(const DecodeParams& p, int seq_len) {
+    return max(p.sink_pages, (seq_len - 1) / kPageTokens - p.recent_pages);
+}
+DEVICE Visible visible_pages(const DecodeParams& p, int seq_len) {
+    Visible v;
+    v.page_begin = window_begin(p, seq_len) / kPageTokens;
+    v.page_end = (seq_len + kPageTokens - 1) / kPageTokens;
+    const int pages = v.page_end - v.page_begin;
+    v.split_pages = pages <= p.short_pages ? p.short_split_pages : p.long_split_pages;
+    v.num_splits = max(1, (pages + v.split_pages - 1) / v.split_pages);
+    return v;
+}
+
+// splits_before[b]: splits (of one KV head) of the sequences before b; [batch] is their total. One warp.
+DEVICE void count_splits(const DecodeParams& p, int* splits_before, int lane) {
+    int total = 0;
+    for (int base = 0; base < p.batch; base += 32) {
+        const int b = base + lane;
+        int sum = b < p.batch ? visible_pages(p, p.seq_lens[b]).num_splits : 0;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int left = __shfl_up_sync(kFullMask, sum, step);
+            if (lane >= step) sum += left;
+        }
+        if (b < p.batch) splits_before[b + 1] = total + sum;
+        total += __shfl_sync(kFullMask, sum, 31);
+    }
+    if (lane == 0) splits_before[0] = 0;
+}
+
+DEVICE int items_of(const DecodeParams& p, const Unit& unit) {
+    const int valid_pages = max(0, unit.page_end - unit.page_begin);
+    const int sealed_begin = max(unit.page_begin, p.sink_pages);
+    const int sealed_end = min(unit.page_end, first_recent_page(p, unit.seq_len));
+    const int sealed = max(0, sealed_end - sealed_begin);
+    int items = sealed * (kCoded ? kItemsPerPage : kPageTokens / kHalfItemTokens);
+    items += (valid_pages - sealed) * (kPageTokens / kHalfItemTokens);
+    if (valid_pages > 0) {  // the last page may be partly filled
+        const int missing = max(0, unit.page_end * kPageTokens - unit.seq_len);
+        items -= missing / kHalfItemTokens;
+    }
+    return items;
+}
+
+DEVICE Unit find_unit(const DecodeParams& p, const int* splits_before, int index) {
+    int low = 0, high = p.batch;  // the last b with kv_heads * splits_before[b] <= index
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (p.kv_heads * splits_before[middle] <= index)
+            low = middle;
+        else
+            high = middle;
+    }
+    Unit unit;
+    unit.batch = low;
+    unit.seq_len = p.seq_lens[low];
+    const Visible v = visible_pages(p, unit.seq_len);
+    const int inside = index - p.kv_heads * splits_before[low];
+    unit.kv_head = inside / v.num_splits;
+    unit.split = inside - unit.kv_head * v.num_splits;
+    unit.num_splits = v.num_splits;
+    unit.page_begin = v.page_begin + unit.split * v.split_pages;
+    unit.page_end = min(v.page_end, unit.page_begin + v.split_pages);
+    unit.num_items = items_of(p, unit);
+    return unit;
+}

@@ -1,0 +1,54 @@
+// The block's shared memory, carved once.
+//
+//   | unit table | splits before each sequence | barriers | item headers | queries x 2 | merge: m, l, sums | merge: O | stages |
+#pragma once
+#include "config.cuh"
+#include "schedule.cuh"
+
+// What a consumer must know of the item in a stage.
+struct ItemHeader {
+    int first_token;
+    int is_half;       // fp16 rows, not codes
+    int token_begin;   // tokens in [token_begin, token_end) count
+    int token_end;
+};
+
+constexpr int kQueryBuffers = 2;
+constexpr int kMaxStages = 32;
+constexpr int kQuerySetBytes = kHeadTiles * kQueryChunks * 32 * 16;       // one query operand for every lane
+constexpr int kQuerySets = kCoded ? 3 : 1;  // raw; static formats: times the scales, and what rounding them lost
+constexpr int kQueryBytes = kQuerySets * kQuerySetBytes + kHeadSlots * 16;
+
+struct Shared {
+    Unit units[kUnitTable];
+    u64 full[kMaxStages];
+    u64 empty[kMaxStages];
+    u64 query_full[kQueryBuffers];
+    u64 query_empty[kQueryBuffers];
+    ItemHeader headers[kMaxStages];
+    uint4 queries[kQueryBuffers][kQueryBytes / 16];
+    float merge_state[kMaxConsumers][kHeadSlots][4];  // m, l, sum of p zero
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "nibble/kernels/instances.py has another idea of struct Shared");
+// Behind it: merge_out float [consumers][head slots][kMergeStride], then int splits_before[batch + 1], then the stages.
+
+DEVICE u32 round_up_128(u32 x) { return (x + 127) & ~127u; }
+
+struct Carved {
+    Shared* fixed;
+    float* merge_out;
+    int* splits_before;
+    u32 stages;  // shared address
+};
+
+DEVICE Carved carve(u8* memory, const DecodeParams& p) {
+    Carved c;
+    c.fixed = reinterpret_cast<Shared*>(memory);
+    u32 at = round_up_128(sizeof(Shared));
+    c.merge_out = reinterpret_cast<float*>(memory + at);
+    at += p.consumers * kHeadSlots * kMergeStride * 4;
+    c.splits_before = reinterpret_cast<int*>(memory + at);
+    at = round_up_128(at + (p.batch + 1) * 4);
+    c.stages = shared_address(memory) + at;
+    return c;
+}

@@ -1,0 +1,237 @@
+"""Decode attention over the paged cache: checks, launch and the torch custom op.
+
+    workspace = DecodeWorkspace.allocate(batch, q_heads, kv_heads, head_dim, max_pages, device)
+    out, log_sum_exp = decode_attention(q, cache, block_table, seq_lens, fmt=..., policy=..., softmax_scale=..., ...)
+
+Everything that depends on the batch's lengths is worked out on the GPU, so that a captured graph serves any lengths.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from nibble.errors import NibbleError
+from nibble.formats import PAGE_TOKENS, KVFormat, ScaleKind, SealedPageLayout, TensorFormat
+from nibble.kernels import driver
+from nibble.kernels.instances import SCALE_KINDS, SHARED_LIMIT, DecodeInstance, combine_source, plan_decode
+from nibble.quantizer import ScaleZero
+from nibble.reference import LayerScales
+from nibble.visibility import PagePolicy
+
+SHORT_PAGES = 512
+SHORT_SPLIT_PAGES = 20
+LONG_SPLIT_PAGES = 40
+
+
+class DecodeParams(ctypes.Structure):
+    """`struct DecodeParams` of cuda/config.cuh."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_void_p)
+            for name in (
+                "q out log_sum_exp open_pool sealed_pool block_table seq_lens k_scale k_zero v_scale v_zero "
+                "partial_out partial_lse"
+            ).split()
+        ],
+        ("softmax_scale", ctypes.c_float),
+        *[
+            (name, ctypes.c_int)
+            for name in (
+                "batch kv_heads group max_pages max_splits page_bytes sink_pages recent_pages sliding_window k_scale_kind "
+                "v_scale_kind is_bfloat consumers stages stage_bytes short_split_pages long_split_pages short_pages"
+            ).split()
+        ],
+    ]
+
+
+def max_splits(max_pages: int) -> int:
+    """Splits of one sequence and KV head at most."""
+    short = -(-min(max_pages, SHORT_PAGES) // SHORT_SPLIT_PAGES)
+    return max(1, short, -(-max_pages // LONG_SPLIT_PAGES))
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch memory of decode launches on one stream, for any batch up to what it was allocated for.
+
+    partial_out: fp32 [units, group * head_dim]; partial_lse: fp32 [units, group].
+    """
+
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, batch: int, q_heads: int, kv_heads: int, head_dim: int, max_pages: int, device: torch.device | str
+    ) -> DecodeWorkspace:
+        units, group = batch * kv_heads * max_splits(max_pages), q_heads // kv_heads
+        return cls(
+            torch.empty(units, group * head_dim, dtype=torch.float32, device=device),
+            torch.empty(units, group, dtype=torch.float32, device=device),
+        )
+
+
+def decode_attention(
+    q: torch.Tensor,
+    open_pool: torch.Tensor,
+    sealed_pool: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    fmt: KVFormat,
+    policy: PagePolicy,
+    softmax_scale: float,
+    workspace: DecodeWorkspace,
+    scales: LayerScales | None = None,
+    sliding_window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each sequence's newest token over its cache.
+
+    q: fp16 or bf16 [batch, q_heads, head_dim]. open_pool: fp16 [pages, 2, kv_heads, 64, head_dim]. sealed_pool: uint8
+    [pages, kv_heads, page_bytes] in operand order. block_table: int32 [batch, max_pages]. seq_lens: int32 [batch],
+    tokens in the cache with the newest; 0 gives zeros and a log-sum-exp of minus infinity. Returns out like q and
+    log_sum_exp fp32 [batch, q_heads], natural logarithm. NibbleError names an unsupported shape.
+    """
+    scales = scales or LayerScales()
+    static = [_static_tensor(s, name) for s, name in ((scales.k, "scale"), (scales.k, "zero"))]
+    static += [_static_tensor(s, name) for s, name in ((scales.v, "scale"), (scales.v, "zero"))]
+    return decode_attention_op(  # type: ignore[no-any-return]
+        q,
+        open_pool,
+        sealed_pool,
+        block_table,
+        seq_lens,
+        static,
+        workspace.partial_out,
+        workspace.partial_lse,
+        [fmt.k.bits, SCALE_KINDS[fmt.k.scale], fmt.v.bits, SCALE_KINDS[fmt.v.scale]],
+        [policy.sink_pages, policy.recent_pages, sliding_window or 0],
+        softmax_scale,
+    )
+
+
+@torch.library.custom_op("nibble::decode_attention", mutates_args=("partial_out", "partial_lse"))
+def decode_attention_op(
+    q: torch.Tensor,
+    open_pool: torch.Tensor,
+    sealed_pool: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    static_scales: list[torch.Tensor],
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    format_code: list[int],
+    policy: list[int],
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fmt = _format_of(format_code)
+    batch, q_heads, head_dim = q.shape
+    kv_heads = open_pool.shape[2]
+    _check_inputs(q, open_pool, sealed_pool, block_table, seq_lens, fmt)
+    out = torch.empty_like(q)
+    log_sum_exp = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
+    if batch == 0:
+        return out, log_sum_exp
+    device = q.device.index or 0
+    group = q_heads // kv_heads
+    instance = DecodeInstance.for_shape(fmt, head_dim, group)
+    plan = plan_decode(instance, fmt, batch, SHARED_LIMIT[driver.device_architecture(device)])
+    _check_workspace(partial_out, partial_lse, batch, kv_heads, group, head_dim, block_table.shape[1])
+    pointers = [t.data_ptr() for t in (q, out, log_sum_exp, open_pool, sealed_pool, block_table, seq_lens)]
+    pointers += [t.data_ptr() if t.numel() else 0 for t in static_scales]
+    pointers += [t.data_ptr() for t in (partial_out, partial_lse)]
+    params = DecodeParams(
+        *pointers,
+        softmax_scale,
+        batch,
+        kv_heads,
+        group,
+        block_table.shape[1],
+        max_splits(block_table.shape[1]),
+        SealedPageLayout(fmt, head_dim).page_bytes,
+        *policy,
+        format_code[1],
+        format_code[3],
+        int(q.dtype is torch.bfloat16),
+        plan.consumers,
+        plan.stages,
+        plan.stage_bytes,
+        SHORT_SPLIT_PAGES,
+        LONG_SPLIT_PAGES,
+        SHORT_PAGES,
+    )
+    attend = driver.load_function(instance.source, "decode_attention", device)
+    combine = driver.load_function(combine_source(head_dim), "combine_splits", device)
+    with torch.cuda.device(device):
+        driver.launch(attend, driver.multiprocessors(device), 32 * (plan.consumers + 2), plan.shared_bytes, params)
+        if params.max_splits > 1:
+            driver.launch(combine, batch * q_heads, head_dim, 0, params, overlaps=True)
+    return out, log_sum_exp
+
+
+@decode_attention_op.register_fake
+def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _format_of(code: list[int]) -> KVFormat:
+    kinds = {value: kind for kind, value in SCALE_KINDS.items()}
+    return KVFormat("kernel", TensorFormat(code[0], kinds[code[1]]), TensorFormat(code[2], kinds[code[3]]))
+
+
+def _static_tensor(scales: ScaleZero | None, name: str) -> torch.Tensor:
+    return torch.empty(0) if scales is None else getattr(scales, name).contiguous()
+
+
+def _check_inputs(
+    q: torch.Tensor,
+    open_pool: torch.Tensor,
+    sealed_pool: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    fmt: KVFormat,
+) -> None:
+    batch, q_heads, head_dim = q.shape
+    kv_heads = open_pool.shape[2]
+    page_bytes = SealedPageLayout(fmt, head_dim).page_bytes
+    _check("q", q, (batch, q_heads, head_dim), (torch.float16, torch.bfloat16), q.device)
+    _check("open_pool", open_pool, (None, 2, kv_heads, PAGE_TOKENS, head_dim), (torch.float16,), q.device)
+    _check("sealed_pool", sealed_pool, (None, kv_heads, page_bytes), (torch.uint8,), q.device)
+    _check("block_table", block_table, (batch, None), (torch.int32,), q.device)
+    _check("seq_lens", seq_lens, (batch,), (torch.int32,), q.device)
+    if q_heads % kv_heads:
+        raise NibbleError(f"decode kernel: got {q_heads} query heads and {kv_heads} KV heads; allowed: a multiple")
+    if q.device.type != "cuda":
+        raise NibbleError(f"decode kernel: got tensors on {q.device}, allowed cuda; the CPU has its own backend")
+
+
+def _check(
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    fits = tensor.dim() == len(shape) and all(w is None or w == n for w, n in zip(shape, tensor.shape, strict=True))
+    if not fits or tensor.dtype not in dtypes or tensor.device != device or not tensor.is_contiguous():
+        raise NibbleError(
+            f"decode kernel, {name}: got {tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()} on "
+            f"{tensor.device}; allowed contiguous {' or '.join(map(str, dtypes))} {shape} on {device}"
+        )
+
+
+def _check_workspace(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    max_pages: int,
+) -> None:
+    units = batch * kv_heads * max_splits(max_pages)
+    if partial_out.numel() < units * group * head_dim or partial_lse.numel() < units * group:
+        raise NibbleError(
+            f"decode workspace: too small for {batch} sequences of {max_pages} pages, {kv_heads} KV heads, groups of "
+            f"{group}; allocate it with DecodeWorkspace.allocate for the largest batch and block table"
+        )
