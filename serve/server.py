@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -53,7 +54,7 @@ class TritonServer:
     def wait_ready(self) -> Iterator[str]:
         """Yield what the model is doing, a few times a second, until it serves. Raises NibbleError with the reason."""
         deadline = time.monotonic() + self._settings.start_timeout_s
-        while not self._answers_ready():
+        while not (self._answers_ready() and self._listens(self._settings.metrics_port)):
             self._raise_on_failure(time.monotonic() > deadline)
             yield server_log.progress(self._settings.log_path)
             time.sleep(POLL_S)
@@ -98,6 +99,10 @@ class TritonServer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+    def _listens(self, port: int) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((self._settings.client_host, port)) == 0
 
     def _raise_on_failure(self, is_late: bool) -> None:
         reason = server_log.failure_reason(self._settings.log_path)

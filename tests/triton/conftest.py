@@ -68,11 +68,18 @@ def start_server(
 
 
 @pytest.fixture(scope="session")
-def server(start_server: Callable[..., RunningServer]) -> RunningServer:
-    """The shared server, ready."""
-    server = start_server()
-    server.wait_ready()
-    return server
+def shared_servers() -> list[RunningServer]:
+    """The newest is the shared server."""
+    return []
+
+
+@pytest.fixture
+def server(start_server: Callable[..., RunningServer], shared_servers: list[RunningServer]) -> RunningServer:
+    """The shared server, ready; a new one when a test has killed it."""
+    if not shared_servers or shared_servers[-1].process.poll() is not None:
+        shared_servers.append(start_server())
+    shared_servers[-1].wait_ready()
+    return shared_servers[-1]
 
 
 @pytest.fixture(scope="session")

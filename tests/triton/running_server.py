@@ -81,8 +81,10 @@ class RunningServer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         return [sample for family in families for sample in family.samples if sample.name == name]
 
-    def wait_ready(self) -> None:
-        wait_for(lambda: self.process.poll() is not None or self.llm.is_ready(), START_S, "the server to be ready")
+    def wait_ready(self, times: int = 1) -> None:
+        """Wait until the supervisor has said `times` times that it is ready."""
+        said = "ready after"
+        wait_for(lambda: self.process.poll() is not None or self.output.count(said) >= times, START_S, "a ready server")
         assert self.process.poll() is None, self.output
 
     def terminate(self) -> int:
