@@ -1,5 +1,7 @@
 """The quantizer, the packing and the rotation: properties over formats, head sizes and awkward ranges."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,7 +98,7 @@ def test_the_layout_is_gapless_and_as_documented(name: str, head_dim: int) -> No
     layout = SealedPageLayout(FORMATS[name], head_dim)
     places = [layout.k_codes, layout.v_codes, layout.k_parameters, layout.v_parameters]
     assert places[0].start == 0 and places[-1].stop == layout.page_bytes
-    assert all(a.stop == b.start for a, b in zip(places, places[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(places))
     assert all(place.start % 16 == 0 for place in places)  # 16-byte loads
 
 
