@@ -14,6 +14,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -21,9 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nibble.formats import PAGE_TOKENS, KVFormat
+from nibble.kernels.layout import seal_pages_for_cuda
 from nibble.kernels.prefill import PrefillCache, prefill_attention
 from nibble.kernels.prefill_plan import PrefillPlan, plan_prefill
-from nibble.packing import seal_pages
 from nibble.quantizer import ScaleZero
 from nibble.reference import LayerScales
 from nibble.visibility import PagePolicy
@@ -93,7 +94,7 @@ def make_cache(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[PrefillCac
     )
     places = torch.randperm(len(pages[0]), device=k.device)
     open_pool = torch.stack(pages, 1)[places].contiguous()
-    sealed_pool = seal_pages(pages[0], pages[1], fmt, scales.k, scales.v)[places].contiguous()
+    sealed_pool = seal_pages_for_cuda(pages[0], pages[1], fmt, scales.k, scales.v)[places].contiguous()
     table = places.argsort().int()[None].contiguous()
     plan = plan_prefill([case.queries], [case.tokens], PagePolicy())
     return PrefillCache(fmt, open_pool, sealed_pool, table, table.clone(), scales), plan
@@ -118,14 +119,12 @@ def baselines(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 def _sdpa(backend: SDPBackend, tensors: list[torch.Tensor], shared: bool, case: Case) -> Callable[[], object]:
     q, k, v = tensors
-    if case.chunk is None:
-        mask: dict[str, object] = {"is_causal": True}
-    else:  # torch's causal flag aligns the first query with the first key; the prefix is all visible but the chunk
-        mask = {"is_causal": False}
+    # torch's causal flag aligns the first query with the first key, so a chunk sees all keys, a few too many.
+    causal = case.chunk is None
 
     def call() -> object:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, enable_gqa=shared, **mask)
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
 
     return call
 
@@ -175,13 +174,11 @@ def measure(case: Case) -> dict[str, object]:
 
 def main() -> None:
     """Measure every case, print a record a line and write them all."""
-    import triton
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/prefill.json"))
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "cudnn": torch.backends.cudnn.version()}
+    versions = {"torch": torch.__version__, "triton": version("triton"), "cudnn": torch.backends.cudnn.version()}
     stamp = {"card": torch.cuda.get_device_name(), "versions": versions, "commit": arguments.commit}
     records = []
     for case in CASES:

@@ -143,6 +143,10 @@ def check_prefill(q: torch.Tensor, cache: PrefillCache, plan: PrefillPlan) -> No
 def _check_queries(q: torch.Tensor, cache: PrefillCache, plan: PrefillPlan) -> None:
     if q.dim() != 3 or q.dtype not in (torch.float16, torch.bfloat16):
         raise NibbleError(f"queries: got {_describe(q)}; allowed fp16 or bf16 [queries, q_heads, head_dim]")
+    if q.shape[2] != cache.open_pool.shape[-1]:
+        raise NibbleError(
+            f"head size: got queries of {q.shape[2]} and pages of {cache.open_pool.shape[-1]}; allowed one"
+        )
     if q.shape[0] != plan.num_queries:
         raise NibbleError(f"queries: got {q.shape[0]} tokens; the plan was made for {plan.num_queries}")
     num_kv_heads = cache.open_pool.shape[2] if cache.open_pool.dim() == 5 else 0

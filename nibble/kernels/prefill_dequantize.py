@@ -1,20 +1,26 @@
 """The dequantize pass of prefill: sealed pages to fp16 pages of the scratch, in the layout of open pages.
 
 Its traffic grows with the tokens and that of attention with their square, so it is kept simple: a program turns K or V
-of one page of one KV head into 64 x D fp16 values. Where a code lies in the page is one function, `locate_codes`.
+of one page of one KV head into 64 x D fp16 values.
 """
 
 from __future__ import annotations
 
 # Functions for the device have no types to check: Triton traces them.
 # mypy: disable-error-code="no-untyped-def"
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from nibble.formats import KVFormat, ScaleKind, SealedPageLayout, TensorFormat
+from nibble.formats import ScaleKind, SealedPageLayout, TensorFormat
+from nibble.kernels.layout import token_tiles
 from nibble.kernels.prefill_plan import PrefillPlan
+from nibble.kernels.prefill_unpack import read_codes
+
+if TYPE_CHECKING:
+    from nibble.kernels.prefill import PrefillCache
 
 PAGE = tl.constexpr(64)
 SCALE_KINDS = {kind: index for index, kind in enumerate(ScaleKind)}
@@ -23,34 +29,9 @@ PER_TOKEN = tl.constexpr(SCALE_KINDS[ScaleKind.TOKEN])
 
 
 @triton.jit
-def locate_codes(tokens, channels, D: tl.constexpr, BITS: tl.constexpr):
-    """Byte offset of a code among its page's codes, and its shift in that byte (row order: see nibble/packing.py)."""
-    if BITS == 4:
-        high = channels >= D // 2
-        offsets = tokens * (D // 2) + tl.where(high, channels - D // 2, channels)
-        shifts = tl.where(high, 4, 0)
-    else:
-        offsets = tokens * D + channels
-        shifts = channels * 0
-    return offsets, shifts
-
-
-@triton.jit
-def read_codes(codes, tokens, channels, valid, D: tl.constexpr, BITS: tl.constexpr):
-    """The codes of a page, or its values when they are 16-bit, as fp32 [64, D_PAD]."""
-    offsets, shifts = locate_codes(tokens[:, None], channels[None, :], D, BITS)
-    if BITS == 16:
-        stored = tl.load(codes.to(tl.pointer_type(tl.float16)) + offsets, mask=valid, other=0.0)
-    else:
-        packed = tl.load(codes + offsets, mask=valid, other=0).to(tl.int32)
-        stored = (packed >> shifts) & ((1 << BITS) - 1)
-    return stored.to(tl.float32)
-
-
-@triton.jit
 def read_page(
     codes, parameters, static_scale, static_zero, head, tokens, channels, valid,
-    D: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, T: tl.constexpr, IS_KEY: tl.constexpr,
 ):  # fmt: skip
     """What a far query sees of one page: fp32 [64, D_PAD]."""
     halves = parameters.to(tl.pointer_type(tl.float16))
@@ -67,7 +48,7 @@ def read_page(
     else:
         scale = tl.load(static_scale + head * D + channels, mask=inside, other=0.0)[None, :]
         zero = tl.load(static_zero + head * D + channels, mask=inside, other=0.0)[None, :]
-    return read_codes(codes, tokens, channels, valid, D, BITS) * scale + zero
+    return read_codes(codes, tokens, channels, valid, D, BITS, T, IS_KEY) * scale + zero
 
 
 @triton.jit
@@ -76,7 +57,7 @@ def dequantize_kernel(
     k_scale, k_zero, v_scale, v_zero,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_BYTES: tl.constexpr,
     K_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_BITS: tl.constexpr, V_SCALE: tl.constexpr,
-    V_CODES: tl.constexpr, K_PARAMETERS: tl.constexpr, V_PARAMETERS: tl.constexpr,
+    V_CODES: tl.constexpr, K_PARAMETERS: tl.constexpr, V_PARAMETERS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Grid: KV heads, scratch pages, K and V."""
     head = tl.program_id(0)
@@ -102,42 +83,35 @@ def dequantize_kernel(
         if tensor == 0:
             values = read_page(
                 sealed_source, sealed_source + K_PARAMETERS, k_scale, k_zero, head, tokens, channels, readable, D,
-                K_BITS, K_SCALE,
+                K_BITS, K_SCALE, T, True,
             )  # fmt: skip
         else:
             values = read_page(
                 sealed_source + V_CODES, sealed_source + V_PARAMETERS, v_scale, v_zero, head, tokens, channels,
-                readable, D, V_BITS, V_SCALE,
+                readable, D, V_BITS, V_SCALE, T, False,
             )  # fmt: skip
         values = tl.where(sealed_page >= 0, values, float("nan"))  # a page that was never sealed must not go unseen
     target = scratch + ((slot.to(tl.int64) * 2 + tensor) * KV_HEADS + head) * (PAGE * D)
     tl.store(target + places, values.to(tl.float16), mask=valid)
 
 
-def fill_scratch(
-    plan: PrefillPlan,
-    fmt: KVFormat,
-    open_pool: torch.Tensor,
-    sealed_pool: torch.Tensor,
-    open_table: torch.Tensor,
-    sealed_table: torch.Tensor,
-    static: tuple[torch.Tensor | None, ...],
-) -> torch.Tensor:
-    """The scratch of a step, fp16 [pages (at least 1), 2, kv_heads, 64, head_dim]; shapes as in prefill_attention.
+def fill_scratch(cache: PrefillCache, plan: PrefillPlan, static: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    """The scratch of a step, fp16 [pages (at least 1), 2, kv_heads, 64, head_dim].
 
     static: scale and zero of K, scale and zero of V, fp32 [kv_heads, head_dim], for static formats.
     """
-    num_pages = plan.scratch_pages.shape[0]
-    num_kv_heads, head_dim = open_pool.shape[2], open_pool.shape[4]
-    scratch = open_pool.new_empty((max(num_pages, 1), *open_pool.shape[1:]))
+    fmt, num_pages = cache.fmt, plan.scratch_pages.shape[0]
+    num_kv_heads, head_dim = cache.open_pool.shape[2], cache.open_pool.shape[4]
+    scratch = cache.open_pool.new_empty((max(num_pages, 1), *cache.open_pool.shape[1:]))
     if num_pages:
         layout = SealedPageLayout(fmt, head_dim)
         dequantize_kernel[(num_kv_heads, num_pages, 2)](
-            scratch, open_pool, sealed_pool, open_table, sealed_table, plan.scratch_pages, open_table.shape[1], *static,
+            scratch, cache.open_pool, cache.sealed_pool, cache.open_table, cache.sealed_table, plan.scratch_pages,
+            cache.open_table.shape[1], *static,
             KV_HEADS=num_kv_heads, D=head_dim, D_PAD=triton.next_power_of_2(head_dim), PAGE_BYTES=layout.page_bytes,
             K_BITS=fmt.k.bits, K_SCALE=_scale_kind(fmt.k), V_BITS=fmt.v.bits, V_SCALE=_scale_kind(fmt.v),
             V_CODES=layout.v_codes.start, K_PARAMETERS=layout.k_parameters.start,
-            V_PARAMETERS=layout.v_parameters.start, num_warps=4,
+            V_PARAMETERS=layout.v_parameters.start, T=token_tiles(fmt, head_dim), num_warps=4,
         )  # fmt: skip
     return scratch
 

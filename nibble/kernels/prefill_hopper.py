@@ -17,7 +17,6 @@ from __future__ import annotations
 
 # Functions for the device have no types to check: Triton traces them.
 # mypy: disable-error-code="no-untyped-def"
-
 from typing import Any
 
 import torch

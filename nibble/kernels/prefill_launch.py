@@ -31,9 +31,7 @@ def launch_prefill(
     log_sum_exp = q.new_empty((q.shape[0] if with_log_sum_exp else 0, q.shape[1]), dtype=torch.float32)
     if not plan.tiles.shape[0]:
         return out, log_sum_exp
-    scratch = fill_scratch(
-        plan, cache.fmt, cache.open_pool, cache.sealed_pool, cache.open_table, cache.sealed_table, static
-    )
+    scratch = fill_scratch(cache, plan, static)
     launch = launch_hopper if runs_on_hopper(q) else launch_portable
     launch(q, cache, plan, scratch, out, log_sum_exp, softmax_scale)
     return out, log_sum_exp

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 # Functions for the device have no types to check: Triton traces them.
 # mypy: disable-error-code="no-untyped-def"
-
 import triton
 import triton.language as tl
 

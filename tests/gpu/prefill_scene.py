@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from nibble.formats import PAGE_TOKENS, KVFormat, SealedPageLayout
+from nibble.kernels.layout import seal_pages_for_cuda
 from nibble.kernels.prefill import PrefillCache
 from nibble.kernels.prefill_plan import PrefillPlan, plan_prefill
-from nibble.packing import seal_pages
 from nibble.quantizer import ScaleZero, static_parameters
 from nibble.reference import AttentionOutput, LayerScales, reference_attention
 from nibble.visibility import PagePolicy
@@ -91,7 +91,7 @@ def build_cache(shape: Shape, tokens: Tokens, device: str, seed: int = 0) -> tup
                 open_pool[place, 0, :, : k.shape[1]], open_pool[place, 1, :, : k.shape[1]] = k, v
                 open_table[sequence, page] = place
             if k.shape[1] == PAGE_TOKENS and not page < shape.policy.sink_pages:
-                sealed_pool[place] = device_order(seal_pages(k, v, shape.fmt, tokens.scales.k, tokens.scales.v), shape)
+                sealed_pool[place] = seal_pages_for_cuda(k, v, shape.fmt, tokens.scales.k, tokens.scales.v)
                 sealed_table[sequence, page] = place
     scales = LayerScales(*(_to(pair, device) for pair in (tokens.scales.k, tokens.scales.v)))
     on_device = (tensor.to(device) for tensor in (open_pool, sealed_pool, open_table, sealed_table))
@@ -109,11 +109,6 @@ def oracle(shape: Shape, tokens: Tokens) -> AttentionOutput:
         if q.shape[0]
     ]  # fmt: skip
     return AttentionOutput(torch.cat([x.out for x in outputs]), torch.cat([x.log_sum_exp for x in outputs]))
-
-
-def device_order(sealed: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Sealed bytes in the order that the CUDA kernels store."""
-    return sealed
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
