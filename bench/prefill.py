@@ -23,7 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nibble.formats import PAGE_TOKENS, KVFormat
 from nibble.kernels.layout import seal_pages_for_cuda
-from nibble.kernels.prefill import PrefillCache, prefill_attention
+from nibble.kernels.prefill import PrefillCache, prefill_attention, static_parameters
+from nibble.kernels.prefill_dequantize import fill_scratch
 from nibble.kernels.prefill_plan import PrefillPlan, plan_prefill
 from nibble.quantizer import ScaleZero
 from nibble.reference import LayerScales
@@ -152,8 +153,9 @@ def measure(case: Case) -> dict[str, object]:
     cache, plan = make_cache(case, k, v)
     calls = baselines(case, q, k, v)
     calls["ours"] = lambda: prefill_attention(q, cache, plan, softmax_scale=case.head_dim**-0.5)
+    calls["dequantize"] = lambda: fill_scratch(cache, plan, static_parameters(cache))
     times = time_in_turns(calls)
-    ms = times.pop("ours")
+    ms, dequantize_ms = times.pop("ours"), times.pop("dequantize")
     best = min(times, key=lambda name: times[name]) if times else None
     return {
         "kernel": "prefill",
@@ -165,6 +167,7 @@ def measure(case: Case) -> dict[str, object]:
         "head_dim": case.head_dim,
         "dtype": str(case.dtype).removeprefix("torch."),
         "ms": round(ms, 4),
+        "dequantize_ms": round(dequantize_ms, 4),
         "tflops": round(case.flops / ms / 1e9, 1),
         "ratio_to_best_fp16": round(ms / times[best], 3) if best else None,
         "baseline": best,

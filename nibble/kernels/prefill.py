@@ -61,7 +61,7 @@ def prefill_attention(
     fmt = cache.fmt
     out, log_sum_exp = prefill_attention_op(
         q.contiguous(), cache.open_pool, cache.sealed_pool, cache.open_table, cache.sealed_table,
-        plan.tiles, plan.page_pairs, plan.sequences, plan.scratch_pages, _static_parameters(cache.scales),
+        plan.tiles, plan.page_pairs, plan.sequences, plan.scratch_pages, static_parameters(cache),
         f"{fmt.k.bits} {fmt.k.scale} {fmt.v.bits} {fmt.v.scale}",
         plan.policy.sink_pages, plan.policy.recent_pages, plan.sliding_window or 0, softmax_scale, with_log_sum_exp,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def prefill_attention_op(
     policy = PagePolicy(sink_pages, recent_pages)
     plan = PrefillPlan(tiles, page_pairs, sequences, scratch_pages, policy, sliding_window or None, q.shape[0], 0)
     cache = PrefillCache(stored, open_pool, sealed_pool, open_table, sealed_table)
-    return launch_prefill(q, cache, plan, _four(static), softmax_scale, with_log_sum_exp)
+    return launch_prefill(q, cache, plan, static, softmax_scale, with_log_sum_exp)
 
 
 @prefill_attention_op.register_fake
@@ -179,15 +179,10 @@ def _check_pools(cache: PrefillCache) -> None:
         raise NibbleError("static KV format without calibrated scales: run `make calibrate`, then `make engine`")
 
 
-def _static_parameters(scales: LayerScales) -> list[torch.Tensor]:
+def static_parameters(cache: PrefillCache) -> list[torch.Tensor]:
     """Scale and zero of K, then of V, fp32 [kv_heads, head_dim]; nothing for formats that carry theirs in the page."""
-    pairs = [pair for pair in (scales.k, scales.v) if pair is not None]
+    pairs = [pair for pair in (cache.scales.k, cache.scales.v) if pair is not None]
     return [x.float().flatten(1).contiguous() for pair in pairs for x in (pair.scale, pair.zero)]
-
-
-def _four(static: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """Scale and zero of K and of V, or four times None."""
-    return tuple(static) if static else (None, None, None, None)
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PAGE = tl.constexpr(64)
 SCALE_KINDS = {kind: index for index, kind in enumerate(ScaleKind)}
+NO_PARAMETERS = (None,) * 4
 PER_CHANNEL = tl.constexpr(SCALE_KINDS[ScaleKind.PAGE_CHANNEL])
 PER_TOKEN = tl.constexpr(SCALE_KINDS[ScaleKind.TOKEN])
 
@@ -95,10 +96,10 @@ def dequantize_kernel(
     tl.store(target + places, values.to(tl.float16), mask=valid)
 
 
-def fill_scratch(cache: PrefillCache, plan: PrefillPlan, static: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+def fill_scratch(cache: PrefillCache, plan: PrefillPlan, static: list[torch.Tensor]) -> torch.Tensor:
     """The scratch of a step, fp16 [pages (at least 1), 2, kv_heads, 64, head_dim].
 
-    static: scale and zero of K, scale and zero of V, fp32 [kv_heads, head_dim], for static formats.
+    static: scale and zero of K, scale and zero of V, fp32 [kv_heads, head_dim], for static formats; else empty.
     """
     fmt, num_pages = cache.fmt, plan.scratch_pages.shape[0]
     num_kv_heads, head_dim = cache.open_pool.shape[2], cache.open_pool.shape[4]
@@ -107,7 +108,7 @@ def fill_scratch(cache: PrefillCache, plan: PrefillPlan, static: tuple[torch.Ten
         layout = SealedPageLayout(fmt, head_dim)
         dequantize_kernel[(num_kv_heads, num_pages, 2)](
             scratch, cache.open_pool, cache.sealed_pool, cache.open_table, cache.sealed_table, plan.scratch_pages,
-            cache.open_table.shape[1], *static,
+            cache.open_table.shape[1], *(static or NO_PARAMETERS),
             KV_HEADS=num_kv_heads, D=head_dim, D_PAD=triton.next_power_of_2(head_dim), PAGE_BYTES=layout.page_bytes,
             K_BITS=fmt.k.bits, K_SCALE=_scale_kind(fmt.k), V_BITS=fmt.v.bits, V_SCALE=_scale_kind(fmt.v),
             V_CODES=layout.v_codes.start, K_PARAMETERS=layout.k_parameters.start,

@@ -22,7 +22,7 @@ def launch_prefill(
     q: torch.Tensor,
     cache: PrefillCache,
     plan: PrefillPlan,
-    static: tuple[torch.Tensor | None, ...],
+    static: list[torch.Tensor],
     softmax_scale: float,
     with_log_sum_exp: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:

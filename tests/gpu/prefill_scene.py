@@ -94,8 +94,8 @@ def build_cache(shape: Shape, tokens: Tokens, device: str, seed: int = 0) -> tup
                 sealed_pool[place] = seal_pages_for_cuda(k, v, shape.fmt, tokens.scales.k, tokens.scales.v)
                 sealed_table[sequence, page] = place
     scales = LayerScales(*(_to(pair, device) for pair in (tokens.scales.k, tokens.scales.v)))
-    on_device = (tensor.to(device) for tensor in (open_pool, sealed_pool, open_table, sealed_table))
-    return PrefillCache(shape.fmt, *on_device, scales=scales), plan
+    pools = open_pool.to(device), sealed_pool.to(device)
+    return PrefillCache(shape.fmt, *pools, open_table.to(device), sealed_table.to(device), scales), plan
 
 
 def oracle(shape: Shape, tokens: Tokens) -> AttentionOutput:
