@@ -24,22 +24,29 @@ from eval.speed import measure_speed, random_prompt
 from eval.statistics import summarise
 from eval.subjects import Subjects, check_request, load_subjects, require_baseline, require_engine
 from eval.windows import WindowSet, choose_windows
+from nibble.recipes import load_kv_recipe, load_model_recipe
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What to evaluate. served: also ask a served endpoint for its greedy tokens."""
+    """What to evaluate. model, kv: as the user names them. served: also ask a served endpoint for its greedy tokens."""
 
     model: str
     kv: str
     plan: EvalPlan
     served: bool = True
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of the model's and the KV recipe, which folders carry."""
+        return load_model_recipe(self.model).name, load_kv_recipe(self.kv).name
+
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything that was measured, before it is written down."""
+    """Everything that was measured, before it is written down. positions: those of each window of `text`."""
 
+    text: WindowSet
     positions: list[PositionMeasures]
     memory: Memory
     speed: Speed
@@ -49,18 +56,18 @@ class Measured:
 def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
     """Measure everything and store the run; returns the report and its folder. NibbleError for bad input."""
     started, created = time.monotonic(), datetime.now(UTC)
-    recipe = check_request(request.model, request.kv, request.plan)
+    check_request(request.model, request.kv, request.plan)
     subjects = _prepare(request, console)
     text = _choose_text(subjects, request.plan)
-    with open_partial(partial_dir(recipe.name, request.kv), _key(subjects, text)) as partial:
+    with open_partial(partial_dir(*request.names), _key(subjects, text)) as partial:
         measured = _measure(request, subjects, text, partial, console)
-        report = _report(request, recipe.name, subjects, text, measured, created, time.monotonic() - started)
+        report = _report(request, subjects, measured, created, time.monotonic() - started)
         files: dict[str, str | Path] = {
             "report.json": report.model_dump_json(indent=2) + "\n",
             "report.html": render_html(report, measured.positions),
             "positions.jsonl": partial.path,
         }
-        return report, store_run(results_dir(recipe.name, request.kv), created, files)
+        return report, store_run(results_dir(*request.names), created, files)
 
 
 def _prepare(request: EvalRequest, console: Console) -> Subjects:
@@ -90,10 +97,10 @@ def _measure(
     console.print("timing both engines in turn")
     speed = measure_speed(quantized, fp16, plan.speed, plan.seed)
     if not request.served:
-        return Measured(positions, memory, speed, skipped_check("not asked for (--no-served)"))
+        return Measured(text, positions, memory, speed, skipped_check("not asked for (--no-served)"))
     console.print("asking the served endpoint for the same greedy tokens")
     served = check_served(quantized, subjects.quantized_dir, text.windows, console)
-    return Measured(positions, memory, speed, served)
+    return Measured(text, positions, memory, speed, served)
 
 
 def compare_windows(subjects: Subjects, text: WindowSet, partial: PartialRun) -> list[PositionMeasures]:
@@ -108,23 +115,15 @@ def compare_windows(subjects: Subjects, text: WindowSet, partial: PartialRun) ->
     return [measures for measures in finished if measures is not None]
 
 
-def _report(
-    request: EvalRequest,
-    model: str,
-    subjects: Subjects,
-    text: WindowSet,
-    measured: Measured,
-    created: datetime,
-    seconds: float,
-) -> Report:
-    quality = summarise(text.windows, measured.positions, seed=request.plan.seed)
+def _report(request: EvalRequest, subjects: Subjects, measured: Measured, created: datetime, seconds: float) -> Report:
+    quality = summarise(measured.text.windows, measured.positions, seed=request.plan.seed)
     return Report(
         created=created.isoformat(timespec="seconds"),
         seconds=seconds,
-        summary=_summary(model, request.kv, quality, measured),
+        summary=_summary(request, quality, measured),
         plan=request.plan,
         engines=subjects.records,
-        inputs=text.record,
+        inputs=measured.text.record,
         quality=quality,
         memory=measured.memory,
         speed=measured.speed,
@@ -133,7 +132,8 @@ def _report(
     )
 
 
-def _summary(model: str, kv: str, quality: Quality, measured: Measured) -> Summary:
+def _summary(request: EvalRequest, quality: Quality, measured: Measured) -> Summary:
+    model, kv = request.names
     memory, speed = measured.memory, measured.speed
     return Summary(
         model=model,

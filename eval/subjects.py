@@ -16,8 +16,9 @@ from rich.console import Console
 from eval.config import EvalPlan
 from eval.records import EngineRecord
 from nibble.errors import NibbleError
+from nibble.manifest import read_manifest
 from nibble.paths import REPOSITORY_ROOT, engine_dir
-from nibble.recipes import ModelRecipe, load_kv_recipe, load_model_recipe
+from nibble.recipes import load_kv_recipe, load_model_recipe
 from nibble.runtime import Engine, EngineLimits
 
 BASELINE_KV = "fp16"
@@ -36,8 +37,8 @@ class Subjects:
         return {"quantized": _record(self.quantized), "fp16": _record(self.fp16)}
 
 
-def check_request(model: str, kv: str, plan: EvalPlan) -> ModelRecipe:
-    """The model's recipe; NibbleError for an unknown model or KV and for windows longer than the model's context."""
+def check_request(model: str, kv: str, plan: EvalPlan) -> None:
+    """NibbleError for an unknown model or KV and for windows longer than the model's context."""
     recipe = load_model_recipe(model)
     load_kv_recipe(kv)
     if plan.max_context > recipe.max_context:
@@ -45,12 +46,11 @@ def check_request(model: str, kv: str, plan: EvalPlan) -> ModelRecipe:
             f"evaluation of {recipe.name}: got sequences of {plan.max_context} tokens, allowed at most "
             f"{recipe.max_context} (max_context of its recipe); ask for shorter windows"
         )
-    return recipe
 
 
 def require_engine(model: str, kv: str) -> Path:
     """The folder of a built engine; NibbleError says which `make engine` is missing."""
-    folder = engine_dir(load_model_recipe(model).name, kv)
+    folder = engine_dir(load_model_recipe(model).name, load_kv_recipe(kv).name)
     if not (folder / "manifest.json").is_file():
         raise NibbleError(f"engine: got none at {folder}, allowed a built one; run: make engine MODEL={model} KV={kv}")
     return folder
@@ -70,7 +70,16 @@ def require_baseline(model: str, console: Console) -> Path:
 
 
 def load_subjects(quantized: Path, fp16: Path, plan: EvalPlan) -> Subjects:
-    """Load both engines with room for the plan's longest sequence and its number of streams."""
+    """Load both engines with room for the plan's longest sequence and its number of streams.
+
+    NibbleError when they were built from different weights: their difference would say nothing about the cache.
+    """
+    models = [read_manifest(folder).model for folder in (quantized, fp16)]
+    if len({(model.config_sha256, model.weights_sha256, model.tokenizer_sha256) for model in models}) > 1:
+        raise NibbleError(
+            f"engines: got {quantized.name} and {fp16.name} of different weights, configurations or tokenizers, "
+            f"allowed two of one model; build both again: make engine KV={quantized.name}, make engine KV={fp16.name}"
+        )
     limits = EngineLimits(max_context=plan.max_context, max_running=plan.speed.streams)
     return Subjects(quantized=Engine.load(quantized, limits), fp16=Engine.load(fp16, limits), quantized_dir=quantized)
 
