@@ -104,7 +104,8 @@ def load_model_recipe(model: str, **overrides: Any) -> ModelRecipe:
         return _default_model_recipe(_slug(model), model, overrides)
     raise NibbleError(
         f"model: got {model!r}, which is no recipe, no folder and no hub id; allowed "
-        f"{', '.join(recipe_names('models'))}, a recipe file (.yaml), the path of a Hugging Face folder, or owner/name of the hub"
+        f"{', '.join(recipe_names('models'))}, a recipe file (.yaml), the path of a Hugging Face folder, or "
+        "owner/name of the hub"
     )
 
 
