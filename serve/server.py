@@ -70,8 +70,7 @@ class TritonServer:
 
     def stop(self, is_forced: Callable[[], bool] = lambda: False) -> bool:
         """Let running answers end, then stop; kill what outlives the drain time. True when it ended by itself."""
-        if self._process is None:
-            return True
+        assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self._settings.drain_timeout_s + STOP_MARGIN_S
         while self._process.poll() is None and time.monotonic() < deadline and not is_forced():
@@ -86,6 +85,10 @@ class TritonServer:
             kill_group(self._process.pid)
             self._process.wait()
         remove_shared_memory(self._settings.shm_prefix)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     @property
     def _pid(self) -> int:

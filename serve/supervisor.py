@@ -68,11 +68,11 @@ class Supervisor:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._console.print("stopping; running answers may end (Ctrl-C again: stop now)")
-        if not self._server.stop(self._stop.is_forced):
-            self._console.print("[yellow]the server did not end in time and was killed[/]")
+        if self._server.is_running:
+            self._console.print("stopping; running answers may end (Ctrl-C again: stop now)")
+            ended = self._server.stop(self._stop.is_forced)
+            self._console.print("stopped" if ended else "[yellow]the server did not end in time and was killed[/]")
         self._settings.record_path.unlink(missing_ok=True)
-        self._console.print("stopped")
 
     def start(self) -> bool:
         """Start the server and wait until it serves. False when asked to stop meanwhile. Raises NibbleError."""
