@@ -16,7 +16,7 @@ import torch
 from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat, ScaleKind, SealedPageLayout, TensorFormat
 from nibble.kernels import driver
-from nibble.kernels.instances import SCALE_KINDS, SHARED_LIMIT, DecodeInstance, combine_source, plan_decode
+from nibble.kernels.instances import SCALE_KINDS, SHARED_BYTES, DecodeInstance, combine_source, plan_decode
 from nibble.quantizer import ScaleZero
 from nibble.reference import LayerScales
 from nibble.visibility import PagePolicy
@@ -41,8 +41,8 @@ class DecodeParams(ctypes.Structure):
         *[
             (name, ctypes.c_int)
             for name in (
-                "batch kv_heads group max_pages max_splits page_bytes sink_pages recent_pages sliding_window k_scale_kind "
-                "v_scale_kind is_bfloat consumers stages stage_bytes short_split_pages long_split_pages short_pages"
+                "batch kv_heads group max_pages max_splits sink_pages recent_pages sliding_window is_bfloat consumers "
+                " stages stage_bytes short_split_pages long_split_pages short_pages"
             ).split()
         ],
     ]
@@ -139,7 +139,8 @@ def decode_attention_op(
     device = q.device.index or 0
     group = q_heads // kv_heads
     instance = DecodeInstance.for_shape(fmt, head_dim, group)
-    plan = plan_decode(instance, fmt, batch, SHARED_LIMIT[driver.device_architecture(device)])
+    architecture = driver.device_architecture(device)
+    plan = plan_decode(instance, batch, architecture)
     _check_workspace(partial_out, partial_lse, batch, kv_heads, group, head_dim, block_table.shape[1])
     pointers = [t.data_ptr() for t in (q, out, log_sum_exp, open_pool, sealed_pool, block_table, seq_lens)]
     pointers += [t.data_ptr() if t.numel() else 0 for t in static_scales]
@@ -152,10 +153,7 @@ def decode_attention_op(
         group,
         block_table.shape[1],
         max_splits(block_table.shape[1]),
-        SealedPageLayout(fmt, head_dim).page_bytes,
         *policy,
-        format_code[1],
-        format_code[3],
         int(q.dtype is torch.bfloat16),
         plan.consumers,
         plan.stages,
@@ -164,10 +162,11 @@ def decode_attention_op(
         LONG_SPLIT_PAGES,
         SHORT_PAGES,
     )
-    attend = driver.load_function(instance.source, "decode_attention", device)
+    attend = driver.load_function(instance.source, "decode_attention", device, SHARED_BYTES[architecture] - 1024)
     combine = driver.load_function(combine_source(head_dim), "combine_splits", device)
     with torch.cuda.device(device):
-        driver.launch(attend, driver.multiprocessors(device), 32 * (plan.consumers + 2), plan.shared_bytes, params)
+        blocks = driver.multiprocessors(device) * plan.blocks_per_multiprocessor
+        driver.launch(attend, blocks, 32 * (plan.consumers + 2), plan.shared_bytes, params, overlaps=True)
         if params.max_splits > 1:
             driver.launch(combine, batch * q_heads, head_dim, 0, params, overlaps=True)
     return out, log_sum_exp

@@ -23,8 +23,8 @@ def multiprocessors(device_index: int) -> int:
 
 
 @lru_cache(maxsize=None)
-def load_function(source: KernelSource, name: str, device_index: int) -> Any:
-    """The kernel on that GPU, compiled if it is not in the cache; allowed all the shared memory the GPU has."""
+def load_function(source: KernelSource, name: str, device_index: int, shared_bytes: int = 0) -> Any:
+    """The kernel on that GPU, compiled if it is not in the cache; shared_bytes: the dynamic shared memory it may use."""
     from cuda.bindings import driver
 
     cubin = compile_kernel(source, device_architecture(device_index))
@@ -32,9 +32,8 @@ def load_function(source: KernelSource, name: str, device_index: int) -> Any:
         torch.cuda.current_stream().synchronize()  # the primary context exists and is current
         module = _checked(driver.cuModuleLoadData(cubin.code), source.title)
         function = _checked(driver.cuModuleGetFunction(module, name.encode()), source.title)
-        limit = torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, attribute, limit), source.title)
+        _checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes), source.title)
     return function
 
 

@@ -6,10 +6,10 @@ than 8 query heads are fixed when an instance is compiled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nibble.errors import NibbleError
-from nibble.formats import FORMATS, KVFormat, ScaleKind, SealedPageLayout
+from nibble.formats import FORMATS, KVFormat, ScaleKind, SealedPageLayout, TensorFormat
 from nibble.kernels.compiler import KernelSource
 from nibble.kernels.layout import token_tiles
 
@@ -17,10 +17,10 @@ KERNEL_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BIT_PAIRS = ((4, 4), (8, 8), (8, 4), (16, 16))
 MAX_GROUP = 16
 UNIT_TABLE = 128
-SPLIT_QUERIES = 1
 MAX_STAGES = 32
 SCALE_KINDS = {ScaleKind.NONE: 0, ScaleKind.PAGE_CHANNEL: 1, ScaleKind.TOKEN: 2, ScaleKind.STATIC_CHANNEL: 3}
-SHARED_LIMIT = {"sm_80": 166912, "sm_89": 101376, "sm_90a": 232448, "sm_100a": 232448, "sm_120a": 101376}
+# Shared memory of a multiprocessor; a block may have all of it but 1 KB.
+SHARED_BYTES = {"sm_80": 167936, "sm_89": 102400, "sm_90a": 233472, "sm_100a": 233472, "sm_120a": 102400}
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class DecodeInstance:
     """One compiled decode kernel: head size, bits of K and V, and query heads of a group in units of 8."""
 
     head_dim: int
-    k_bits: int
-    v_bits: int
+    k: TensorFormat
+    v: TensorFormat
     head_tiles: int
 
     @classmethod
@@ -43,31 +43,32 @@ class DecodeInstance:
             raise NibbleError(f"decode kernel, bits of K and V: got {fmt.k.bits}, {fmt.v.bits}, allowed {BIT_PAIRS}")
         if fmt.v.scale is ScaleKind.PAGE_CHANNEL:
             raise NibbleError("decode kernel, V scale: got 'page_channel', allowed 'token' or 'static_channel'")
-        return cls(head_dim, fmt.k.bits, fmt.v.bits, 1 if group <= 8 else 2)
+        return cls(head_dim, replace(fmt.k, rotated=False), replace(fmt.v, rotated=False), 1 if group <= 8 else 2)
 
     @property
-    def is_coded(self) -> bool:
-        return self.k_bits < 16
+    def fmt(self) -> KVFormat:
+        return KVFormat("kernel", self.k, self.v)
 
     @property
-    def token_tiles(self) -> int:
-        fmt = next(f for f in FORMATS.values() if (f.k.bits, f.v.bits) == (self.k_bits, self.v_bits))
-        return token_tiles(fmt, self.head_dim)
+    def blocks_per_multiprocessor(self) -> int:
+        """Two where registers allow: one block merges while the other attends."""
+        return 2 if self.head_tiles == 1 and self.head_dim <= 128 else 1
 
     @property
     def max_consumers(self) -> int:
-        """Consumer warps at most: with the other two, 12 or 8 warps share the register file."""
-        return 10 if self.head_tiles == 1 else 6
+        """Consumer warps at most: with the other two, 16, 12 or 8 warps share the register file."""
+        return 10 if self.head_tiles == 1 and self.head_dim > 128 else 6
 
     @property
     def max_registers(self) -> int:
-        return 168 if self.head_tiles == 1 else 255
+        return 255 if self.head_tiles == 2 else 128 if self.head_dim <= 128 else 168
 
     @property
     def fixed_shared_bytes(self) -> int:
         """`struct Shared` of cuda/shared.cuh, checked there."""
         chunks = (self.head_dim // 16 + 1) // 2
-        query = (3 if self.is_coded else 1) * self.head_tiles * chunks * 512 + self.head_tiles * 128
+        sets = 3 if self.k.scale is ScaleKind.STATIC_CHANNEL else 1
+        query = sets * self.head_tiles * chunks * 512 + self.head_tiles * 128
         barriers = 8 * (2 * MAX_STAGES + 4)
         states = self.max_consumers * self.head_tiles * 128
         return UNIT_TABLE * 32 + barriers + MAX_STAGES * 16 + 2 * query + states
@@ -76,58 +77,72 @@ class DecodeInstance:
     def source(self) -> KernelSource:
         defines = {
             "HEAD_DIM": self.head_dim,
-            "K_BITS": self.k_bits,
-            "V_BITS": self.v_bits,
+            "K_BITS": self.k.bits,
+            "V_BITS": self.v.bits,
+            "K_SCALE": SCALE_KINDS[self.k.scale],
+            "V_SCALE": SCALE_KINDS[self.v.scale],
             "HEAD_TILES": self.head_tiles,
-            "TOKEN_TILES": self.token_tiles,
+            "TOKEN_TILES": token_tiles(self.fmt, self.head_dim),
             "MAX_CONSUMERS": self.max_consumers,
             "SHARED_BYTES": self.fixed_shared_bytes,
-            "SPLIT_QUERIES": SPLIT_QUERIES,
+            "BLOCKS_PER_MULTIPROCESSOR": self.blocks_per_multiprocessor,
         }
         return KernelSource("decode.cu", tuple(defines.items()))
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Warps, ring and shared memory of a launch."""
+    """Warps, ring and shared memory of a block, and how many blocks a multiprocessor holds."""
 
     consumers: int
     stages: int
     stage_bytes: int
     shared_bytes: int
+    blocks_per_multiprocessor: int
 
 
-def plan_decode(instance: DecodeInstance, fmt: KVFormat, batch: int, shared_limit: int) -> DecodePlan:
-    """As many consumer warps as get one and a quarter stages each out of the shared memory."""
-    stage_bytes = _stage_bytes(instance, fmt)
+def plan_decode(instance: DecodeInstance, batch: int, architecture: str) -> DecodePlan:
+    """As many consumer warps as leave room for a ring of more stages than warps."""
+    total = SHARED_BYTES[architecture]
+    blocks = instance.blocks_per_multiprocessor if total > 150_000 else 1
+    limit = total // blocks - 1024
+    stage_bytes = _stage_bytes(instance)
     for consumers in range(instance.max_consumers, 0, -1):
         before = _round_up(instance.fixed_shared_bytes) + consumers * instance.head_tiles * 32 * (instance.head_dim + 4)
         before = _round_up(before + 4 * (batch + 1))
-        stages = min(MAX_STAGES, (shared_limit - before) // stage_bytes)
-        if stages >= 1.25 * consumers:
-            return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes)
+        stages = min(MAX_STAGES, (limit - before) // stage_bytes)
+        if stages > consumers:
+            return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes, blocks)
     raise NibbleError(
-        f"decode kernel, batch of {batch} at head size {instance.head_dim}: does not fit {shared_limit} bytes of shared "
+        f"decode kernel, batch of {batch} at head size {instance.head_dim}: does not fit {limit} bytes of shared "
         "memory; use smaller batches"
     )
 
 
 def combine_source(head_dim: int) -> KernelSource:
     """The kernel that combines splits; it knows nothing of the cache."""
-    unused = ("K_BITS", 16), ("V_BITS", 16), ("HEAD_TILES", 1), ("TOKEN_TILES", 1), ("MAX_CONSUMERS", 1)
-    return KernelSource("combine.cu", (("HEAD_DIM", head_dim), *unused))
+    unused = ("K_BITS", 16), ("V_BITS", 16), ("K_SCALE", 0), ("V_SCALE", 0)
+    ones = ("HEAD_TILES", 1), ("TOKEN_TILES", 1), ("MAX_CONSUMERS", 1), ("BLOCKS_PER_MULTIPROCESSOR", 1)
+    return KernelSource("combine.cu", (("HEAD_DIM", head_dim), *unused, *ones))
 
 
 def all_decode_instances() -> list[DecodeInstance]:
-    return [DecodeInstance(d, k, v, tiles) for d in KERNEL_HEAD_DIMS for k, v in BIT_PAIRS for tiles in (1, 2)]
+    """Every instance of a shipped format."""
+    return [
+        DecodeInstance.for_shape(fmt, head_dim, group)
+        for head_dim in KERNEL_HEAD_DIMS
+        for fmt in FORMATS.values()
+        for group in (1, MAX_GROUP)
+    ]
 
 
-def _stage_bytes(instance: DecodeInstance, fmt: KVFormat) -> int:
+def _stage_bytes(instance: DecodeInstance) -> int:
     half_item = 64 * instance.head_dim  # 16 tokens of K and of V
-    layout = SealedPageLayout(fmt, instance.head_dim)
-    parameters = layout.page_bytes - layout.v_codes.stop
-    item = layout.v_codes.stop * instance.token_tiles // 4 + parameters if instance.is_coded else 0
-    return _round_up(max(half_item, item))
+    if instance.fmt.is_fp16:
+        return half_item
+    layout = SealedPageLayout(instance.fmt, instance.head_dim)
+    codes = layout.v_codes.stop * token_tiles(instance.fmt, instance.head_dim) // 4
+    return _round_up(max(half_item, codes + layout.page_bytes - layout.v_codes.stop))
 
 
 def _round_up(size: int) -> int:

@@ -33,7 +33,7 @@ def token_tiles(fmt: KVFormat, head_dim: int) -> int:
     """T: how many 16-token tiles make one item of a sealed page. A whole page when it is small enough."""
     if fmt.is_fp16:
         return 1
-    return 4 if fmt.k.bits == fmt.v.bits == 4 and head_dim < 256 else 2
+    return 4 if fmt.v.bits == 4 and head_dim < 256 else 2
 
 
 @lru_cache
@@ -70,7 +70,7 @@ def operand_order(bits: int, tiles_of_tokens: int, head_dim: int, is_key: bool) 
 def lane_channel(channel_tile: torch.Tensor, j: torch.Tensor, nth: torch.Tensor, head_dim: int) -> torch.Tensor:
     """The channel that is the nth (0..3) of lane j in a channel tile."""
     chunk = channel_tile // 2
-    whole = 32 * chunk + 8 * j + 4 * (channel_tile % 2) + nth
+    whole = 32 * chunk + 8 * j + 2 * (channel_tile % 2) + 4 * (nth // 2) + nth % 2
     last_of_odd = 32 * chunk + 4 * j + nth
     return torch.where((2 * chunk + 1) * TILE < head_dim, whole, last_of_odd)
 

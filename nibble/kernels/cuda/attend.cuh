@@ -38,9 +38,12 @@ DEVICE void to_operand(u32 (&b)[2], const float (&p)[4]) {
     b[1] = transpose8x8(pack_halves(p[2], p[3]));
 }
 
-// This lane's piece of a row of channels.
+// This lane's piece of a row of channels, in operand order.
 DEVICE uint4 load_chunk(u32 at, int chunk, int j) {
-    if (chunk_channels(chunk) == 8) return load_shared16(at + 2 * chunk_channel(chunk, j));
+    if (chunk_channels(chunk) == 8) {
+        const uint4 x = load_shared16(at + 2 * chunk_channel(chunk, j));
+        return make_uint4(x.x, x.z, x.y, x.w);
+    }
     const uint2 x = load_shared8(at + 2 * chunk_channel(chunk, j));
     return make_uint4(x.x, x.y, 0, 0);
 }
@@ -132,14 +135,15 @@ DEVICE uint4 chunk_rounding_error(uint4 a, uint4 b, uint4 product) {
 
 // scores: sums over channels of codes times scaled queries; zero: the same with the page's zero points (page scales).
 // A query times a scale does not fit fp16: with kSplit, what its rounding lost is multiplied as well.
-template <bool kSplit>
+constexpr bool kSplit = kKScale == kPageChannel || kKScale == kStaticChannel;
+
 DEVICE void multiply_keys(const ItemContext& x, u32 stage, u32 parameters,
-                          float (&scores)[kHeadTiles][kTokenTiles][4], float (&zero)[kHeadTiles][4]) {
+                          float (&scores)[kHeadTiles][kTokenTiles][4], float (&zero)[kHeadTiles][2]) {
     using Reader = CodeReader<kKBits, kTokenTiles * kChannelTiles>;
     const int j = x.lane & 3;
-    const bool is_paged = x.p.k_scale_kind == kPageChannel;
-    const uint4* q = query_operands(x.shared, x.buffer, x.p.k_scale_kind == kStaticChannel) + x.lane;
+    const uint4* q = query_operands(x.shared, x.buffer, kKScale == kStaticChannel) + x.lane;
     const uint4* q_lost = query_operands(x.shared, x.buffer, 2) + x.lane;
+    float even_zero[kHeadTiles][4] = {}, odd_zero[kHeadTiles][4] = {};
     uint4 b[kHeadTiles], lost[kHeadTiles];
     u32 words[Reader::kLoadWords];
 #pragma unroll
@@ -148,22 +152,23 @@ DEVICE void multiply_keys(const ItemContext& x, u32 stage, u32 parameters,
         const int chunk = channel_tile / 2;
         if (channel_tile % 2 == 0 && token_tile == 0) {
 #pragma unroll
-            for (int t = 0; t < kHeadTiles; ++t) b[t] = q[(t * kQueryChunks + chunk) * 32];
-            if (is_paged) {
+            for (int t = 0; t < kHeadTiles; ++t) {
+                b[t] = q[(t * kQueryChunks + chunk) * 32];
+                if (kKScale == kStaticChannel) lost[t] = q_lost[(t * kQueryChunks + chunk) * 32];
+            }
+            if (kKScale == kPageChannel) {
                 const uint4 scale = load_chunk(parameters, chunk, j);
                 const uint4 z = load_chunk(parameters + 2 * kHeadDim, chunk, j);
-                const u32 first[4] = {z.x, z.x, z.y, z.y}, second[4] = {z.z, z.z, z.w, z.w};
+                // As it was loaded: rows g hold the even tile's zero points, rows g + 8 the odd one's.
+                const u32 zeros[4] = {z.x, z.z, z.y, z.w};
 #pragma unroll
                 for (int t = 0; t < kHeadTiles; ++t) {
-                    mma(zero[t], first, b[t].x, b[t].y);
-                    if (chunk_channels(chunk) == 8) mma(zero[t], second, b[t].z, b[t].w);
+                    mma(even_zero[t], zeros, b[t].x, b[t].y);
+                    if (chunk_channels(chunk) == 8) mma(odd_zero[t], zeros, b[t].z, b[t].w);
                     const uint4 product = multiply_chunk(b[t], scale);
-                    if (kSplit) lost[t] = chunk_rounding_error(b[t], scale, product);
+                    lost[t] = chunk_rounding_error(b[t], scale, product);
                     b[t] = product;
                 }
-            } else if (kSplit) {
-#pragma unroll
-                for (int t = 0; t < kHeadTiles; ++t) lost[t] = q_lost[(t * kQueryChunks + chunk) * 32];
             }
         }
         if (tile % Reader::kLoadTiles == 0) Reader::load(words, stage, tile / Reader::kLoadTiles, x.lane);
@@ -180,50 +185,55 @@ DEVICE void multiply_keys(const ItemContext& x, u32 stage, u32 parameters,
             }
         }
     }
+#pragma unroll
+    for (int t = 0; t < kHeadTiles; ++t)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) zero[t][h] = even_zero[t][h] + odd_zero[t][2 + h];
 }
 
-DEVICE void attend_coded(const ItemContext& x, const ItemHeader& header, u32 stage, RunningState& s) {
+// From products with codes to scores in log2 units.
+DEVICE void scale_scores(const ItemContext& x, u32 token_parameters, float (&scores)[kHeadTiles][kTokenTiles][4],
+                         const float (&zero)[kHeadTiles][2]) {
     const int g = x.lane / 4, j = x.lane & 3;
-    const int place_in_page = header.first_token & (kPageTokens - 1);
-    const u32 k_parameters = stage + kKItemBytes + kVItemBytes;
-    const u32 k_parameter_bytes = x.p.k_scale_kind == kPageChannel ? 4 * kHeadDim
-                                  : x.p.k_scale_kind == kToken     ? 4 * kPageTokens
-                                                                   : 0;
-    float scores[kHeadTiles][kTokenTiles][4] = {};
-    float zero[kHeadTiles][4] = {};
-    if (x.p.k_scale_kind == kToken)
-        multiply_keys<false>(x, stage, k_parameters, scores, zero);
-    else
-        multiply_keys<SPLIT_QUERIES>(x, stage, k_parameters, scores, zero);
-
     const float4* factors = query_factors(x.shared, x.buffer);
     float token_scale[2 * kTokenTiles], token_zero[2 * kTokenTiles];
-    const bool by_token = x.p.k_scale_kind == kToken;
-    if (by_token) {
-        load_token_parameters(token_scale, k_parameters + 2 * place_in_page, g);
-        load_token_parameters(token_zero, k_parameters + 2 * (kPageTokens + place_in_page), g);
+    if (kKScale == kToken) {
+        load_token_parameters(token_scale, token_parameters, g);
+        load_token_parameters(token_zero, token_parameters + 2 * kPageTokens, g);
     }
 #pragma unroll
     for (int t = 0; t < kHeadTiles; ++t)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float4 f = factors[t * 8 + 2 * j + h];
-            const float plus = by_token ? f.z : f.z + zero[t][h] * f.x;
+            const float upper = f.y * upper_row_unit<kKBits>();
+            const float plus = kKScale == kPageChannel ? zero[t][h] * f.x : f.z;
 #pragma unroll
             for (int i = 0; i < 2 * kTokenTiles; ++i) {
                 float& score = scores[t][i / 2][2 * (i & 1) + h];
-                const float by = i & 1 ? f.y * upper_row_unit<kKBits>() : f.y;
-                score = by_token ? score * (by * token_scale[i]) + plus * token_zero[i] : score * by + plus;
+                const float by = i & 1 ? upper : f.y;
+                score = kKScale == kToken ? score * (by * token_scale[i]) + plus * token_zero[i] : score * by + plus;
             }
         }
+}
+
+DEVICE void attend_coded(const ItemContext& x, const ItemHeader& header, u32 stage, RunningState& s) {
+    const int g = x.lane / 4;
+    const int place_in_page = kItemsPerPage == 1 ? 0 : header.first_token & (kPageTokens - 1);
+    const u32 k_parameters = stage + kKItemBytes + kVItemBytes;
+    float scores[kHeadTiles][kTokenTiles][4] = {};
+    float zero[kHeadTiles][2];
+    multiply_keys(x, stage, k_parameters, scores, zero);
+    scale_scores(x, k_parameters + 2 * place_in_page, scores, zero);
     if (needs_mask(header, kItemTokens))
         mask_scores<kTokenTiles>(header, scores, [&](int tile, int e) { return 2 * kTokenTiles * g + 2 * tile + e; });
     convert(x.p, x.unit.kv_head, s, true, x.lane);
     softmax_step<kTokenTiles>(s, scores);
 
-    const bool scaled_by_token = x.p.v_scale_kind == kToken;
-    if (scaled_by_token) {
-        const u32 v_parameters = k_parameters + k_parameter_bytes + 2 * place_in_page;
+    constexpr bool kScaledByToken = kVScale == kToken;
+    float token_scale[2 * kTokenTiles], token_zero[2 * kTokenTiles];
+    if (kScaledByToken) {
+        const u32 v_parameters = k_parameters + kKParameterBytes + 2 * place_in_page;
         load_token_parameters(token_scale, v_parameters, g);
         load_token_parameters(token_zero, v_parameters + 2 * kPageTokens, g);
     }
@@ -235,8 +245,8 @@ DEVICE void attend_coded(const ItemContext& x, const ItemHeader& header, u32 sta
             float(&p)[4] = scores[t][tile];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                s.zero[t][i & 1] += scaled_by_token ? p[i] * token_zero[2 * tile + i / 2] : p[i];
-                if (scaled_by_token) p[i] *= token_scale[2 * tile + i / 2];
+                s.zero[t][i & 1] += kScaledByToken ? p[i] * token_zero[2 * tile + i / 2] : p[i];
+                if (kScaledByToken) p[i] *= token_scale[2 * tile + i / 2];
             }
             to_operand(b[t][tile], p);
         }

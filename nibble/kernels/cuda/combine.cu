@@ -7,9 +7,7 @@ constexpr int kRows = 4;
 extern "C" __global__ void __launch_bounds__(kRows * kQuads) combine_splits(const DecodeParams p) {
     __shared__ float4 totals[kRows][kQuads];
     __shared__ float sums[kRows];
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    overlap_launches();
     const int quad = threadIdx.x % kQuads, row = threadIdx.x / kQuads;
     const int kv_head_index = blockIdx.x / p.group, head = blockIdx.x - kv_head_index * p.group;
     const int batch = kv_head_index / p.kv_heads, kv_head = kv_head_index - batch * p.kv_heads;

@@ -9,6 +9,12 @@ constexpr int kHeadTiles = HEAD_TILES;      // query heads of a group in units o
 constexpr int kTokenTiles = TOKEN_TILES;    // tokens of a work item of a sealed page in units of 16: 2 or 4
 constexpr int kMaxConsumers = MAX_CONSUMERS;  // consumer warps at most
 
+constexpr int kBlocksPerMultiprocessor = BLOCKS_PER_MULTIPROCESSOR;
+
+enum ScaleKind : int { kNone = 0, kPageChannel = 1, kToken = 2, kStaticChannel = 3 };
+constexpr int kKScale = K_SCALE;
+constexpr int kVScale = V_SCALE;  // kToken or kStaticChannel
+
 constexpr int kPageTokens = 64;
 constexpr bool kCoded = kKBits < 16;
 constexpr int kChannelTiles = kHeadDim / 16;
@@ -25,7 +31,12 @@ constexpr int kVPageBytes = kItemsPerPage * kVItemBytes;
 constexpr int kMergeStride = kHeadDim + 4;             // floats of a head in the merge buffer
 constexpr int kUnitTable = 128;                        // units of work listed at a time
 
-enum ScaleKind : int { kNone = 0, kPageChannel = 1, kToken = 2, kStaticChannel = 3 };
+DEVICE constexpr int parameter_bytes(int kind) {
+    return kind == kPageChannel ? 4 * kHeadDim : kind == kToken ? 4 * kPageTokens : 0;
+}
+constexpr int kKParameterBytes = parameter_bytes(kKScale);  // scales, then zero points
+constexpr int kVParameterBytes = parameter_bytes(kVScale);
+constexpr int kPageBytes = kKPageBytes + kVPageBytes + kKParameterBytes + kVParameterBytes;
 
 // Mirrored field by field by nibble/kernels/decode.py.
 struct DecodeParams {
@@ -48,12 +59,9 @@ struct DecodeParams {
     int group;
     int max_pages;
     int max_splits;
-    int page_bytes;
     int sink_pages;
     int recent_pages;
     int sliding_window;        // 0: none
-    int k_scale_kind;
-    int v_scale_kind;
     int is_bfloat;
     int consumers;             // consumer warps of this launch
     int stages;                // stages of the ring

@@ -22,7 +22,7 @@ DEVICE void consume(const DecodeParams& p, const Carved& c, const Unit& unit, in
     mine.advance(warp, p.stages);
     for (int item = warp; item < unit.num_items; item += p.consumers) {
         barrier_wait(shared_address(&s->full[mine.stage]), mine.phase);
-        const ItemHeader header = s->headers[mine.stage];
+        const ItemHeader& header = s->headers[mine.stage];
         const ItemContext context{p, unit, s, me.query.buffer, lane};
         const u32 stage = c.stages + mine.stage * p.stage_bytes;
         if constexpr (kCoded) {
@@ -45,7 +45,7 @@ DEVICE void consume(const DecodeParams& p, const Carved& c, const Unit& unit, in
     finish_unit(p, c, unit, warp, lane, state);
 }
 
-extern "C" __global__ void __launch_bounds__((kMaxConsumers + 2) * 32, 1) decode_attention(const DecodeParams p) {
+extern "C" __global__ void __launch_bounds__((kMaxConsumers + 2) * 32, kBlocksPerMultiprocessor) decode_attention(const DecodeParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const Carved c = carve(memory, p);
     Shared* s = c.fixed;
@@ -63,22 +63,21 @@ extern "C" __global__ void __launch_bounds__((kMaxConsumers + 2) * 32, 1) decode
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+    overlap_launches();
     if (warp == 1) count_splits(p, c.splits_before, lane);
     __syncthreads();
 
-    const int units = p.kv_heads * c.splits_before[p.batch];
+    const long long units = p.kv_heads * c.splits_before[p.batch];
+    const int begin = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
     Consumer consumer;
     Producer producer(p, c, lane);
     QueryPlace query;
-    for (int first = blockIdx.x; first < units; first += gridDim.x * kUnitTable) {
-        const int listed = min(kUnitTable, (units - first + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
-        for (int i = threadIdx.x; i < listed; i += blockDim.x) s->units[i] = find_unit(p, c.splits_before, first + i * gridDim.x);
+    for (int first = begin; first < end; first += kUnitTable) {
+        const int listed = min(kUnitTable, end - first);
+        for (int i = threadIdx.x; i < listed; i += blockDim.x) s->units[i] = find_unit(p, c.splits_before, first + i);
         __syncthreads();
         for (int i = 0; i < listed; ++i) {
-            const Unit unit = s->units[i];
+            const Unit& unit = s->units[i];
             if (warp < p.consumers) {
                 consume(p, c, unit, warp, lane, consumer);
             } else if (warp == p.consumers) {

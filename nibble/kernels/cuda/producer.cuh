@@ -39,7 +39,7 @@ struct Producer {
                 fill_half_page(unit, page, k, k + p.kv_heads * page_head_bytes);
             } else {
                 const u8* sealed =
-                    p.sealed_pool + (static_cast<long long>(entry) * p.kv_heads + unit.kv_head) * p.page_bytes;
+                    p.sealed_pool + (static_cast<long long>(entry) * p.kv_heads + unit.kv_head) * kPageBytes;
                 if (kCoded)
                     fill_sealed_page(unit, page, sealed);
                 else
@@ -70,10 +70,10 @@ struct Producer {
     }
 
     DEVICE void fill_sealed_page(const Unit& unit, int page, const u8* from) {
-        const u32 parameter_bytes = p.page_bytes - kKPageBytes - kVPageBytes;
+        constexpr u32 kParameterBytes = kKParameterBytes + kVParameterBytes;
 #pragma unroll 1
         for (int item = 0; item < kItemsPerPage; ++item) {
-            const u32 bytes = kKItemBytes + kVItemBytes + parameter_bytes;
+            const u32 bytes = kKItemBytes + kVItemBytes + kParameterBytes;
             const u32 to = open_stage(unit, page * kPageTokens + item * kItemTokens, false, bytes);
             const u32 barrier = full_barrier();
             if (kItemsPerPage == 1) {
@@ -81,8 +81,8 @@ struct Producer {
             } else {
                 copy_block(to, from + item * kKItemBytes, kKItemBytes, barrier, lane);
                 copy_block(to + kKItemBytes, from + kKPageBytes + item * kVItemBytes, kVItemBytes, barrier, lane);
-                if (parameter_bytes)
-                    copy_block(to + kKItemBytes + kVItemBytes, from + kKPageBytes + kVPageBytes, parameter_bytes,
+                if (kParameterBytes)
+                    copy_block(to + kKItemBytes + kVItemBytes, from + kKPageBytes + kVPageBytes, kParameterBytes,
                                barrier, lane);
             }
             close_stage();

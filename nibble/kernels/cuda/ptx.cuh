@@ -97,6 +97,15 @@ DEVICE void store_shared16(u32 address, uint4 x) {
                  : "memory");
 }
 
+// ---- launches ----
+// Lets the next kernel start its launch, and waits for what the previous one wrote.
+DEVICE void overlap_launches() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- barriers ----
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

@@ -15,6 +15,12 @@ DEVICE int chunk_channel(int chunk, int j) {
 }
 DEVICE constexpr int chunk_channels(int chunk) { return (kChannelTiles & 1) && chunk == kQueryChunks - 1 ? 4 : 8; }
 
+// The pieces' pairs of channels, as the B operands of the chunk's two channel tiles: (x, y) and (z, w).
+DEVICE uint4 in_operand_order(int chunk, const u32 (&pairs)[4]) {
+    if (chunk_channels(chunk) == 4) return make_uint4(pairs[0], pairs[1], 0, 0);
+    return make_uint4(pairs[0], pairs[2], pairs[1], pairs[3]);
+}
+
 struct QueryPlace {
     int buffer = 0;
     u32 phase = 0;
@@ -79,8 +85,8 @@ DEVICE float store_operands(uint4* to, uint4* lost, const float (&x)[kQueryChunk
             kept[i] = pack_halves(a, b);
             rest[i] = pack_halves(a - half_low(kept[i]), b - half_high(kept[i]));
         }
-        to[chunk * 32] = make_uint4(kept[0], kept[1], kept[2], kept[3]);
-        if (kKeepLost) lost[chunk * 32] = make_uint4(rest[0], rest[1], rest[2], rest[3]);
+        to[chunk * 32] = in_operand_order(chunk, kept);
+        if (kKeepLost) lost[chunk * 32] = in_operand_order(chunk, rest);
     }
     return by;
 }
@@ -111,13 +117,13 @@ DEVICE void prepare_queries(const DecodeParams& p, const Unit& unit, Shared* s, 
         const int at = tile * kQueryChunks * 32 + lane;
         const float raw = to_log2 / store_operands<false>(query_operands(s, buffer, 0) + at, nullptr, x);
         float coded = raw, zero = 0;
-        if (kCoded && p.k_scale_kind == kToken) {
+        if (kKScale == kToken) {
             float sum = 0;
 #pragma unroll
             for (int i = 0; i < kQueryChunks * 8; ++i) sum += x[i];
             zero = row_sum(sum) * to_log2;
         }
-        if (kCoded && p.k_scale_kind == kStaticChannel) {
+        if constexpr (kKScale == kStaticChannel) {
             zero = apply_static_scales(p, unit.kv_head, j, x) * to_log2;
             coded = to_log2 / store_operands<true>(query_operands(s, buffer, 1) + at, query_operands(s, buffer, 2) + at, x);
         }

@@ -17,8 +17,8 @@ DEVICE float4 sum_of(float4 x, float4 y) { return make_float4(x.x + y.x, x.y + y
 // The channel of row g + 8 `upper` of a channel tile of the output; the same order as a lane's pieces of a row.
 DEVICE int value_channel(int tile, int g, int upper) {
     const bool is_last_of_odd = (kChannelTiles & 1) && tile == kChannelTiles - 1;
-    const int within = is_last_of_odd ? 4 * (g / 2) : 8 * (g / 2) + 4 * (tile & 1);
-    return 32 * (tile / 2) + within + 2 * upper + (g & 1);
+    const int within = is_last_of_odd ? 4 * (g / 2) + 2 * upper : 8 * (g / 2) + 2 * (tile & 1) + 4 * upper;
+    return 32 * (tile / 2) + within + (g & 1);
 }
 
 DEVICE void store_result(const DecodeParams& p, int batch, int kv_head, int head, int quad, const Merged& m) {

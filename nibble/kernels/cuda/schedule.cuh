@@ -1,5 +1,5 @@
 // Who does what: every sequence and KV head is cut into splits of a size that depends on its length alone; a unit of
-// work is one split. Units are numbered split first, then KV head, then sequence, and dealt to the blocks in turn.
+// work is one split. Units are numbered split first, then KV head, then sequence; a block gets a run of them.
 #pragma once
 #include "config.cuh"
 
@@ -32,8 +32,9 @@ DEVICE Visible visible_pages(const DecodeParams& p, int seq_len) {
     v.page_begin = window_begin(p, seq_len) / kPageTokens;
     v.page_end = (seq_len + kPageTokens - 1) / kPageTokens;
     const int pages = v.page_end - v.page_begin;
-    v.split_pages = pages <= p.short_pages ? p.short_split_pages : p.long_split_pages;
-    v.num_splits = max(1, (pages + v.split_pages - 1) / v.split_pages);
+    const int most = pages <= p.short_pages ? p.short_split_pages : p.long_split_pages;
+    v.num_splits = max(1, (pages + most - 1) / most);
+    v.split_pages = (pages + v.num_splits - 1) / v.num_splits;
     return v;
 }
 

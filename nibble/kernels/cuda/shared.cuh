@@ -16,7 +16,7 @@ struct ItemHeader {
 constexpr int kQueryBuffers = 2;
 constexpr int kMaxStages = 32;
 constexpr int kQuerySetBytes = kHeadTiles * kQueryChunks * 32 * 16;       // one query operand for every lane
-constexpr int kQuerySets = kCoded ? 3 : 1;  // raw; static formats: times the scales, and what rounding them lost
+constexpr int kQuerySets = kKScale == kStaticChannel ? 3 : 1;  // raw; static formats: times the scales, and what rounding them lost
 constexpr int kQueryBytes = kQuerySets * kQuerySetBytes + kHeadSlots * 16;
 
 struct Shared {

@@ -76,7 +76,7 @@ DEVICE void convert(const DecodeParams& p, int kv_head, RunningState& s, bool to
     s.is_coded = to_coded;
     constexpr float kUpper = upper_row_unit<kVBits>();
     if (!to_coded) scale_out(s, kCodeUnit, kCodeUnit * kUpper);
-    if (p.v_scale_kind == kStaticChannel) apply_static_values(p, kv_head, s, to_coded, lane);
+    if constexpr (kVScale == kStaticChannel) apply_static_values(p, kv_head, s, to_coded, lane);
     if (to_coded) scale_out(s, 1.0f / kCodeUnit, 1.0f / (kCodeUnit * kUpper));
 }
 
