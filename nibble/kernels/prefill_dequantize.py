@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nibble.formats import ScaleKind, SealedPageLayout, TensorFormat
+from nibble.formats import KVFormat, ScaleKind, SealedPageLayout, TensorFormat
 from nibble.kernels.layout import token_tiles
 from nibble.kernels.prefill_plan import PrefillPlan
-from nibble.kernels.prefill_unpack import read_codes
+from nibble.kernels.prefill_unpack import code_places, read_codes
 
 if TYPE_CHECKING:
     from nibble.kernels.prefill import PrefillCache
@@ -31,8 +31,8 @@ PER_TOKEN = tl.constexpr(SCALE_KINDS[ScaleKind.TOKEN])
 
 @triton.jit
 def read_page(
-    codes, parameters, static_scale, static_zero, head, tokens, channels, valid,
-    D: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, T: tl.constexpr, IS_KEY: tl.constexpr,
+    codes, places, parameters, static_scale, static_zero, head, tokens, channels, valid,
+    D: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """What a far query sees of one page: fp32 [64, D_PAD]."""
     halves = parameters.to(tl.pointer_type(tl.float16))
@@ -49,16 +49,17 @@ def read_page(
     else:
         scale = tl.load(static_scale + head * D + channels, mask=inside, other=0.0)[None, :]
         zero = tl.load(static_zero + head * D + channels, mask=inside, other=0.0)[None, :]
-    return read_codes(codes, tokens, channels, valid, D, BITS, T, IS_KEY) * scale + zero
+    rows = tokens[:, None] * D + channels[None, :]
+    return read_codes(codes, places, rows, valid, BITS) * scale + zero
 
 
 @triton.jit
 def dequantize_kernel(
     scratch, open_pool, sealed_pool, open_table, sealed_table, scratch_pages, max_pages,
-    k_scale, k_zero, v_scale, v_zero,
+    k_places, v_places, k_scale, k_zero, v_scale, v_zero,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_BYTES: tl.constexpr,
     K_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_BITS: tl.constexpr, V_SCALE: tl.constexpr,
-    V_CODES: tl.constexpr, K_PARAMETERS: tl.constexpr, V_PARAMETERS: tl.constexpr, T: tl.constexpr,
+    V_CODES: tl.constexpr, K_PARAMETERS: tl.constexpr, V_PARAMETERS: tl.constexpr,
 ):  # fmt: skip
     """Grid: KV heads, scratch pages, K and V."""
     head = tl.program_id(0)
@@ -70,33 +71,35 @@ def dequantize_kernel(
     tokens = tl.arange(0, PAGE)
     channels = tl.arange(0, D_PAD)
     valid = (tokens < PAGE)[:, None] & (channels < D)[None, :]
-    places = tokens[:, None] * D + channels[None, :]
+    rows = tokens[:, None] * D + channels[None, :]
 
     if tail_tokens > 0:
         open_page = tl.load(open_table + sequence * max_pages + page).to(tl.int64)
         open_source = open_pool + ((open_page * 2 + tensor) * KV_HEADS + head) * (PAGE * D)
         written = valid & (tokens < tail_tokens)[:, None]
-        values = tl.load(open_source + places, mask=written, other=0.0).to(tl.float32)
+        values = tl.load(open_source + rows, mask=written, other=0.0).to(tl.float32)
     else:
         sealed_page = tl.load(sealed_table + sequence * max_pages + page).to(tl.int64)
         sealed_source = sealed_pool + (sealed_page * KV_HEADS + head) * PAGE_BYTES
         readable = valid & (sealed_page >= 0)
         if tensor == 0:
             values = read_page(
-                sealed_source, sealed_source + K_PARAMETERS, k_scale, k_zero, head, tokens, channels, readable, D,
-                K_BITS, K_SCALE, T, True,
+                sealed_source, k_places, sealed_source + K_PARAMETERS, k_scale, k_zero, head, tokens, channels,
+                readable, D, K_BITS, K_SCALE,
             )  # fmt: skip
         else:
             values = read_page(
-                sealed_source + V_CODES, sealed_source + V_PARAMETERS, v_scale, v_zero, head, tokens, channels,
-                readable, D, V_BITS, V_SCALE, T, False,
+                sealed_source + V_CODES, v_places, sealed_source + V_PARAMETERS, v_scale, v_zero, head, tokens,
+                channels, readable, D, V_BITS, V_SCALE,
             )  # fmt: skip
         values = tl.where(sealed_page >= 0, values, float("nan"))  # a page that was never sealed must not go unseen
     target = scratch + ((slot.to(tl.int64) * 2 + tensor) * KV_HEADS + head) * (PAGE * D)
-    tl.store(target + places, values.to(tl.float16), mask=valid)
+    tl.store(target + rows, values.to(tl.float16), mask=valid)
 
 
-def fill_scratch(cache: PrefillCache, plan: PrefillPlan, static: list[torch.Tensor]) -> torch.Tensor:
+def fill_scratch(
+    cache: PrefillCache, plan: PrefillPlan, static: list[torch.Tensor], *, num_warps: int = 8
+) -> torch.Tensor:
     """The scratch of a step, fp16 [pages (at least 1), 2, kv_heads, 64, head_dim].
 
     static: scale and zero of K, scale and zero of V, fp32 [kv_heads, head_dim], for static formats; else empty.
@@ -108,13 +111,19 @@ def fill_scratch(cache: PrefillCache, plan: PrefillPlan, static: list[torch.Tens
         layout = SealedPageLayout(fmt, head_dim)
         dequantize_kernel[(num_kv_heads, num_pages, 2)](
             scratch, cache.open_pool, cache.sealed_pool, cache.open_table, cache.sealed_table, plan.scratch_pages,
-            cache.open_table.shape[1], *(static or NO_PARAMETERS),
+            cache.open_table.shape[1], *_places(fmt, head_dim, scratch.device), *(static or NO_PARAMETERS),
             KV_HEADS=num_kv_heads, D=head_dim, D_PAD=triton.next_power_of_2(head_dim), PAGE_BYTES=layout.page_bytes,
             K_BITS=fmt.k.bits, K_SCALE=_scale_kind(fmt.k), V_BITS=fmt.v.bits, V_SCALE=_scale_kind(fmt.v),
             V_CODES=layout.v_codes.start, K_PARAMETERS=layout.k_parameters.start,
-            V_PARAMETERS=layout.v_parameters.start, T=token_tiles(fmt, head_dim), num_warps=4,
+            V_PARAMETERS=layout.v_parameters.start, num_warps=num_warps,
         )  # fmt: skip
     return scratch
+
+
+def _places(fmt: KVFormat, head_dim: int, device: torch.device) -> list[torch.Tensor | None]:
+    """The tables of K and of V that say where each code lies."""
+    tiles = token_tiles(fmt, head_dim)
+    return [code_places(fmt.k, tiles, head_dim, True, device), code_places(fmt.v, tiles, head_dim, False, device)]
 
 
 def _scale_kind(fmt: TensorFormat) -> int:

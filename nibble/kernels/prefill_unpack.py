@@ -1,76 +1,44 @@
-"""Where a code lies in a sealed page, as a function of its token and channel, for Triton kernels.
+"""Reading the codes of a sealed page in row order, for Triton kernels.
 
-The inverse of `nibble.kernels.layout.operand_order`, which has the picture: an item of 16 T tokens, in it tiles of
-16 x 16 codes, in a tile 32 lanes of 8 codes. 16-bit values keep row order.
+Where a code lies is `nibble.kernels.layout.operand_order` turned round, a table of 64 D places that is made once per
+shape and stays in the cache of the chip: one load of it serves eight channels, and the order has one definition.
 """
+
+from __future__ import annotations
 
 # Functions for the device have no types to check: Triton traces them.
 # mypy: disable-error-code="no-untyped-def"
+from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 
-TILE = tl.constexpr(16)
-LANES = tl.constexpr(32)
+from nibble.formats import TensorFormat
+from nibble.kernels.layout import operand_order
+
+
+@lru_cache
+def code_places(
+    fmt: TensorFormat, tiles_of_tokens: int, head_dim: int, is_key: bool, device: torch.device
+) -> torch.Tensor | None:
+    """Where the code of token t and channel c lies among its page's codes: int16 [64 * head_dim] at t * head_dim + c.
+
+    None for 16-bit values, which keep row order.
+    """
+    if fmt.bits == 16:
+        return None
+    return operand_order(fmt.bits, tiles_of_tokens, head_dim, is_key).argsort().to(torch.int16).to(device)
 
 
 @triton.jit
-def lane_place(channels, D: tl.constexpr):
-    """Channel tile, lane of four (j) and place among that lane's four channels: the inverse of `lane_channel`."""
-    chunk = channels // 32
-    inside = channels % 32
-    whole = (2 * chunk + 1) * TILE < D  # the chunk has both its tiles
-    tile = 2 * chunk + tl.where(whole, inside // 4 % 2, 0)
-    return tile, tl.where(whole, inside // 8, inside // 4), inside % 4
-
-
-@triton.jit
-def locate_codes(tokens, channels, D: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr, IS_KEY: tl.constexpr):
-    """Byte offset of a code among its page's codes, and its shift in that byte. T: token tiles of an item."""
-    CHANNEL_TILES: tl.constexpr = D // TILE
-    TILES: tl.constexpr = T * CHANNEL_TILES
-    TILE_WORDS: tl.constexpr = BITS // 4
-    LOAD_WORDS: tl.constexpr = 4 if TILES * TILE_WORDS % 4 == 0 else 2
-    LOAD_TILES: tl.constexpr = LOAD_WORDS // TILE_WORDS
-    item = tokens // (TILE * T)
-    row = tokens % (TILE * T) // (2 * T)  # g of a K tile; 2 j + odd of a V tile
-    token_tile = tokens % (2 * T) // 2
-    parity = tokens % 2
-    channel_tile, lane_of_four, nth = lane_place(channels, D)
-    if IS_KEY:
-        tile = channel_tile * T + token_tile
-        lane = 4 * row + lane_of_four
-        odd = nth % 2
-        upper_row = parity
-        upper_column = nth // 2
-    else:
-        tile = token_tile * CHANNEL_TILES + channel_tile
-        lane = 4 * (2 * lane_of_four + nth % 2) + row // 2
-        odd = row % 2
-        upper_row = nth // 2
-        upper_column = parity
-    load = item * (TILES // LOAD_TILES) + tile // LOAD_TILES
-    first = ((load * LANES + lane) * LOAD_TILES + tile % LOAD_TILES) * 8
-    if BITS == 4:
-        place = first + (upper_row + 2 * upper_column + 4 * odd)
-        offsets = place // 2
-        shifts = place % 2 * 4
-    else:
-        offsets = first + (odd + 2 * upper_row + 4 * upper_column)
-        shifts = offsets * 0
-    return offsets, shifts
-
-
-@triton.jit
-def read_codes(
-    codes, tokens, channels, valid, D: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr, IS_KEY: tl.constexpr
-):
-    """The codes of a page, or its values when they are 16-bit, as fp32 [tokens, channels]."""
+def read_codes(codes, places, rows, valid, BITS: tl.constexpr):
+    """The codes of a page, or its values when they are 16-bit, as fp32. rows: token * D + channel."""
     if BITS == 16:
-        halves = codes.to(tl.pointer_type(tl.float16))
-        stored = tl.load(halves + tokens[:, None] * D + channels[None, :], mask=valid, other=0.0)
+        stored = tl.load(codes.to(tl.pointer_type(tl.float16)) + rows, mask=valid, other=0.0)
     else:
-        offsets, shifts = locate_codes(tokens[:, None], channels[None, :], D, BITS, T, IS_KEY)
-        packed = tl.load(codes + offsets, mask=valid, other=0).to(tl.int32)
-        stored = (packed >> shifts) & ((1 << BITS) - 1)
+        place = tl.load(places + rows, mask=valid, other=0).to(tl.uint32)
+        CODES_PER_BYTE: tl.constexpr = 8 // BITS
+        packed = tl.load(codes + place // CODES_PER_BYTE, mask=valid, other=0).to(tl.int32)
+        stored = (packed >> (place % CODES_PER_BYTE * BITS)) & ((1 << BITS) - 1)
     return stored.to(tl.float32)
