@@ -4,4 +4,11 @@ The library under the stages (`calibrate`, `build`, `serve`, `eval`). Dependenci
 formats -> quantizer, packing -> reference -> runtime -> the stages.
 """
 
+import os
+
 __version__ = "0.1.0"
+
+# torch's CPU threads wait for each other by spinning, unless told otherwise before torch is loaded. Where the server,
+# its clients or a second engine share the cores, a spinning thread keeps the core from the thread it waits for, and a
+# step takes ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
