@@ -6,6 +6,7 @@ The whole folder is skipped, with the reason, where Triton can't run.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -65,6 +66,7 @@ def start_server(
     for server in started:
         if server.process.poll() is None:
             server.terminate()
+        shutil.rmtree(server.settings.run_dir, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from nibble.paths import REPOSITORY_ROOT
 from serve.client import ServerError
-from tests.triton.running_server import START_S, RunningServer, free_port, serve_command
+from serve.settings import ServeSettings
+from tests.triton.running_server import KV, MODEL, START_S, RunningServer, free_port, serve_command
 
 START = Callable[..., RunningServer]
 
@@ -116,7 +118,9 @@ def assert_nothing_left(server: RunningServer) -> None:
 
 
 def test_engine_that_does_not_load_gives_the_reason(built_engine: Path) -> None:
-    failed = run_to_end(serve_command(free_port(), "--context", "100000"))
+    settings = ServeSettings(f"{MODEL}-{KV}", built_engine, http_port=free_port())
+    failed = run_to_end(serve_command(settings.http_port, "--context", "100000"))
+    shutil.rmtree(settings.run_dir)
     assert failed.returncode == 2
     assert "Triton did not start: max_context: got 100000, allowed up to" in failed.stderr
     assert "Traceback" not in failed.stderr
