@@ -103,7 +103,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     if not files:
         raise NibbleError(f"model {source}: no tokenizer files in it; save the tokenizer there too (tokenizer.json)")
     folder.mkdir()
-    for path in files:
+    for path in [*files, source / "config.json"]:  # some tokenizers are only known by their model's config
         shutil.copyfile(path, folder / path.name)
 
 
@@ -128,7 +128,7 @@ def _check_layers(
             {
                 "index": index,
                 "format": _format_entry(request.kv),
-                "why": explain(request.kv),
+                "why": explain(request),
                 "bytes_per_token": measure_bytes_per_token(pages[index], fmt, scales[index]),
                 "bytes_per_token_fp16": measure_fp16_bytes_per_token(pages[index]),
                 "roundtrip": check_layer(index, pages[index], fmt, scales[index]).model_dump(),
@@ -137,14 +137,29 @@ def _check_layers(
         ]
 
 
-def explain(kv: KVRecipe) -> str:
+def explain(request: BuildRequest) -> str:
     """Why a layer has its format, and what that asks of the runtime."""
-    reasons = [f"recipe {kv.name} gives every layer this format"]
-    if kv.v.rotated:
+    reasons = [f"recipe {request.kv.name} gives every layer this format"]
+    if request.kv.v.rotated:
         reasons.append("V is rotated: the Hadamard matrix is folded into v_proj and o_proj when the weights are loaded")
-    if kv.format.needs_calibration:
+    if request.calibration is not None:
         reasons.append(f"scale and zero point of each channel come from calibration ({STATIC_FILE})")
+        reasons.append(f"calibrated on positions 0 to {request.calibration.longest_prompt - 1}")
     return "; ".join(reasons)
+
+
+def short_calibration(request: BuildRequest) -> str | None:
+    """A warning when static scales were never shown the positions that the engine may serve.
+
+    RoPE turns the slow channels of K over thousands of tokens, so their range grows with the context.
+    """
+    calibration, context = request.calibration, request.limits.max_context
+    if calibration is None or calibration.longest_prompt >= context:
+        return None
+    return (
+        f"calibrated on prompts of up to {calibration.longest_prompt} tokens, but the engine serves {context}: K of "
+        "later positions may leave the calibrated ranges. Calibrate with longer prompts, or build with a smaller context"
+    )
 
 
 def _format_entry(kv: KVRecipe) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import argparse
 from rich.table import Table
 
 from build.calibration import find_calibration
-from build.engine import BuildRequest, build_engine
+from build.engine import BuildRequest, build_engine, short_calibration
 from nibble.errors import NibbleError
 from nibble.manifest import Manifest
 from nibble.models import read_shape, resolve_source
@@ -27,6 +27,8 @@ def main() -> None:
     source = resolve_source(model)
     limits = make_limits(model, read_shape(source).max_positions, arguments.context, arguments.batch)
     request = BuildRequest(model, kv, limits, source, find_calibration(model, kv, source, console))
+    if warning := short_calibration(request):
+        console.print(f"[yellow]warning:[/] {warning}")
     _print_summary(build_engine(request, console, arguments.force))
 
 

@@ -22,17 +22,17 @@ from calibrate.prompt_set import Prompt, PromptSet, encode_prompts, load_prompt_
 from calibrate.ranges import ChannelRange, check_alive, range_tensors
 from calibrate.report import OUTLIER_RATIO, OUTLIER_ROWS, find_outliers, layer_statistics
 from nibble import atomic
-from nibble.calibration import REPORT_FILE, SCALES_FILE, Calibration, read_calibration
+from nibble.calibration import REPORT_FILE, SCALES_FILE, SCHEMA, Calibration, read_calibration
 from nibble.errors import NibbleError
 from nibble.hashing import file_sha256, json_sha256
 from nibble.models import device_options, hash_source, load_model, load_tokenizer, read_shape, resolve_source
+from nibble.paths import REPOSITORY_ROOT
 from nibble.recipes import ModelRecipe
 from nibble.versions import versions
 
 if TYPE_CHECKING:
     from calibrate.collector import RangeCollector
 
-SCHEMA = 1
 PROMPTS_PER_CHECKPOINT = 4
 
 
@@ -70,12 +70,12 @@ def calibrate(request: CalibrationRequest, force: bool = False) -> Calibration:
     with atomic.exclusive(request.out / REPORT_FILE, console.print):
         found = None if force else _find_finished(plan)
         if found is None:
-            ranges, tokens = _collect(plan, console)
-            _write(plan, ranges, tokens)
+            ranges, lengths = _collect(plan, console)
+            _write(plan, ranges, lengths)
             remove_checkpoint(request.out)
             found = read_calibration(request.out)
             console.print(
-                f"calibrated {request.recipe.name}: {tokens} tokens of {request.count} prompts, {request.out}"
+                f"calibrated {request.recipe.name}: {sum(lengths)} tokens of {request.count} prompts, {request.out}"
             )
         else:
             console.print(f"calibration of {request.recipe.name} is up to date: {request.out}")
@@ -108,8 +108,8 @@ def _find_finished(plan: _Plan) -> Calibration | None:
     return found if found.report["identity"] == plan.identity else None
 
 
-def _collect(plan: _Plan, console: Console) -> tuple[dict[RangeKey, ChannelRange], int]:
-    """Ranges of every layer's K and V, all channels alive, and the number of tokens that made them."""
+def _collect(plan: _Plan, console: Console) -> tuple[dict[RangeKey, ChannelRange], list[int]]:
+    """Ranges of every layer's K and V, all channels alive, and the length of each prompt that made them."""
     token_ids = encode_prompts(plan.drawn, load_tokenizer(plan.source), plan.request.max_tokens)
     with console.status("loading nvidia-modelopt and the model"):
         from calibrate.collector import collect_ranges
@@ -124,7 +124,7 @@ def _collect(plan: _Plan, console: Console) -> tuple[dict[RangeKey, ChannelRange
     collect_ranges(model, read_shape(plan.source).num_layers, loop)
     for (layer, tensor), channels in collected.items():
         check_alive(channels, f"layer {layer} {tensor.upper()}")
-    return collected, sum(map(len, token_ids))
+    return collected, [len(prompt) for prompt in token_ids]
 
 
 def _run_prompts(collector: RangeCollector, token_ids: list[list[int]], plan: _Plan, console: Console) -> None:
@@ -164,17 +164,17 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _write(plan: _Plan, ranges: dict[RangeKey, ChannelRange], tokens: int) -> None:
+def _write(plan: _Plan, ranges: dict[RangeKey, ChannelRange], lengths: list[int]) -> None:
     """The scales, then the report that names their hash: a kill between the two is noticed by whoever reads them."""
     tensors = {}
     for (layer, tensor), channels in ranges.items():
         tensors.update(range_tensors(layer, tensor, channels))
     out = plan.request.out
     atomic.write_bytes(out / SCALES_FILE, save(tensors))
-    atomic.write_text(out / REPORT_FILE, json.dumps(_report(plan, ranges, tokens), indent=2) + "\n")
+    atomic.write_text(out / REPORT_FILE, json.dumps(_report(plan, ranges, lengths), indent=2) + "\n")
 
 
-def _report(plan: _Plan, ranges: dict[RangeKey, ChannelRange], tokens: int) -> dict[str, Any]:
+def _report(plan: _Plan, ranges: dict[RangeKey, ChannelRange], lengths: list[int]) -> dict[str, Any]:
     """The content of calibration.json: no dates and no times, so that equal runs give equal files."""
     outliers = find_outliers(ranges)
     return {
@@ -182,13 +182,14 @@ def _report(plan: _Plan, ranges: dict[RangeKey, ChannelRange], tokens: int) -> d
         "identity": plan.identity,
         "model": {"recipe": plan.request.recipe.model_dump(), **plan.inputs["model"]},
         "prompts": {
-            "origin": plan.prompt_set.origin,
+            "origin": _portable(plan.prompt_set.origin),
             "sha256": plan.prompt_set.sha256,
             "in_set": len(plan.prompt_set.prompts),
             "used": plan.request.count,
             "seed": plan.request.seed,
             "max_tokens": plan.request.max_tokens,
-            "tokens": tokens,
+            "tokens": sum(lengths),
+            "longest": max(lengths),
             "categories": dict(sorted(Counter(prompt.category for prompt in plan.drawn).items())),
         },
         "versions": plan.inputs["versions"],
@@ -200,3 +201,9 @@ def _report(plan: _Plan, ranges: dict[RangeKey, ChannelRange], tokens: int) -> d
             "worst": [asdict(outlier) for outlier in outliers[:OUTLIER_ROWS]],
         },
     }
+
+
+def _portable(origin: str) -> str:
+    """A file of the repository by its place in it, so that two clones write the same report; others as given."""
+    path = Path(origin)
+    return path.relative_to(REPOSITORY_ROOT).as_posix() if path.is_relative_to(REPOSITORY_ROOT) else origin

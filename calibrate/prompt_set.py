@@ -82,7 +82,7 @@ def encode_prompts(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, ma
     if total < SHORTEST_SET_TOKENS:
         raise NibbleError(
             f"prompts: got {total} tokens in {len(prompts)} prompts, allowed at least {SHORTEST_SET_TOKENS}: ranges of "
-            "so few tokens mean nothing; give more or longer prompts (N=, MAX_TOKENS=)"
+            "so few tokens mean nothing; give more or longer prompts (N=, PROMPTS=)"
         )
     return encoded
 

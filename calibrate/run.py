@@ -17,7 +17,7 @@ from nibble.stage import run_stage
 
 SHIPPED_PROMPTS = REPOSITORY_ROOT / "calibrate" / "prompts" / "prompts.jsonl"
 DEFAULT_COUNT = 64
-DEFAULT_MAX_TOKENS = 512
+DEFAULT_MAX_TOKENS = 2048  # as long as the default context: RoPE turns slow channels of K for thousands of tokens
 
 
 def default_request(recipe: ModelRecipe) -> CalibrationRequest:

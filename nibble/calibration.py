@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from nibble.errors import NibbleError
 from nibble.hashing import file_sha256
 
+SCHEMA = 2
 SCALES_FILE = "kv_scales.safetensors"
 REPORT_FILE = "calibration.json"
 TENSORS: tuple[Literal["k", "v"], ...] = ("k", "v")
@@ -36,6 +37,11 @@ class Calibration:
     def sha256(self) -> str:
         """SHA-256 of kv_scales.safetensors."""
         return str(self.report["kv_scales_sha256"])
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt: K of later positions was never seen."""
+        return int(self.report["prompts"]["longest"])
 
     def channel_range(self, layer: int, tensor: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Minimum and maximum of each channel, float32 [num_kv_heads, head_dim]. tensor: "k" or "v"."""
@@ -68,8 +74,12 @@ def read_report(folder: Path) -> dict[str, Any]:
         raise NibbleError(f"{path}: not there; run `make calibrate`") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise NibbleError(f"{path}: can't be read ({error}); run `make calibrate`") from error
-    missing = {"schema", "identity", "kv_scales_sha256", "model"} - set(report if isinstance(report, dict) else ())
+    missing = {"schema", "identity", "kv_scales_sha256", "model", "prompts"} - set(
+        report if isinstance(report, dict) else ()
+    )
     if missing:
         raise NibbleError(f"{path}: missing keys {', '.join(sorted(missing))}; run `make calibrate`")
     assert isinstance(report, dict)
+    if report["schema"] != SCHEMA:
+        raise NibbleError(f"{path}: key schema: got {report['schema']}, allowed {SCHEMA}; run `make calibrate` again")
     return report

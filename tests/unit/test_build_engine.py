@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from build import engine as build_engine_module
 from build import run as build_run
 from build.calibration import find_calibration
-from build.engine import BuildRequest, build_engine
+from build.engine import BuildRequest, build_engine, short_calibration
 from calibrate.pipeline import CalibrationRequest, calibrate
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, SealedPageLayout
@@ -204,6 +205,18 @@ def test_a_static_format_calibrates_when_nothing_fits(
     monkeypatch.setattr("calibrate.pipeline.calibrate", None)
     again = find_calibration(model, kv, tiny_llama_dir, console)
     assert again is not None and again.sha256 == calibration.sha256
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_a_context_beyond_the_calibrated_positions_is_warned_of(tiny_llama_dir: Path) -> None:
+    request = request_for(tiny_llama_dir, "int8-static")
+    assert request.calibration is not None
+    longest = request.calibration.longest_prompt
+    assert f"up to {longest} tokens, but the engine serves 2048" in str(short_calibration(request))
+    assert short_calibration(replace(request, limits=load_serve_recipe(max_context=64))) is None
+    assert short_calibration(request_for(tiny_llama_dir, "int4")) is None
+    manifest = read_manifest(build(tiny_llama_dir, "int8-static"))
+    assert f"calibrated on positions 0 to {longest - 1}" in manifest.layers[0].why
 
 
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:

@@ -186,6 +186,10 @@ def test_reading_names_what_is_missing_or_does_not_fit(finished: Path, tmp_path:
     (tmp_path / REPORT_FILE).write_text("{}", encoding="utf-8")
     with pytest.raises(NibbleError, match="missing keys identity"):
         read_calibration(tmp_path)
+    old = json.dumps({**json.loads((finished / REPORT_FILE).read_text(encoding="utf-8")), "schema": 1})
+    (tmp_path / REPORT_FILE).write_text(old, encoding="utf-8")
+    with pytest.raises(NibbleError, match="key schema: got 1, allowed 2"):
+        read_calibration(tmp_path)
     with pytest.raises(NibbleError, match=r"layer 9: no layers\.9\.k"):
         read_calibration(finished).channel_range(9, "k")
 
