@@ -158,7 +158,7 @@ def short_calibration(request: BuildRequest) -> str | None:
         return None
     return (
         f"calibrated on prompts of up to {calibration.longest_prompt} tokens, but the engine serves {context}: K of "
-        "later positions may leave the calibrated ranges. Calibrate with longer prompts, or build with a smaller context"
+        "later positions may leave the calibrated ranges. Calibrate with longer prompts, or build for a smaller one"
     )
 
 
