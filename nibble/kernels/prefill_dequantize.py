@@ -32,7 +32,7 @@ PER_TOKEN = tl.constexpr(SCALE_KINDS[ScaleKind.TOKEN])
 @triton.jit
 def read_page(
     codes, places, parameters, static_scale, static_zero, head, tokens, channels, valid,
-    D: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """What a far query sees of one page: fp32 [64, D_PAD]."""
     halves = parameters.to(tl.pointer_type(tl.float16))
@@ -50,7 +50,7 @@ def read_page(
         scale = tl.load(static_scale + head * D + channels, mask=inside, other=0.0)[None, :]
         zero = tl.load(static_zero + head * D + channels, mask=inside, other=0.0)[None, :]
     rows = tokens[:, None] * D + channels[None, :]
-    return read_codes(codes, places, rows, valid, BITS) * scale + zero
+    return read_codes(codes, places, rows, valid, D, D_PAD, BITS) * scale + zero
 
 
 @triton.jit
@@ -80,26 +80,23 @@ def dequantize_kernel(
         values = tl.load(open_source + rows, mask=written, other=0.0).to(tl.float32)
     else:
         sealed_page = tl.load(sealed_table + sequence * max_pages + page).to(tl.int64)
-        sealed_source = sealed_pool + (sealed_page * KV_HEADS + head) * PAGE_BYTES
-        readable = valid & (sealed_page >= 0)
+        sealed_source = sealed_pool + (tl.maximum(sealed_page, 0) * KV_HEADS + head) * PAGE_BYTES
         if tensor == 0:
             values = read_page(
                 sealed_source, k_places, sealed_source + K_PARAMETERS, k_scale, k_zero, head, tokens, channels,
-                readable, D, K_BITS, K_SCALE,
+                valid, D, D_PAD, K_BITS, K_SCALE,
             )  # fmt: skip
         else:
             values = read_page(
                 sealed_source + V_CODES, v_places, sealed_source + V_PARAMETERS, v_scale, v_zero, head, tokens,
-                channels, readable, D, V_BITS, V_SCALE,
+                channels, valid, D, D_PAD, V_BITS, V_SCALE,
             )  # fmt: skip
         values = tl.where(sealed_page >= 0, values, float("nan"))  # a page that was never sealed must not go unseen
     target = scratch + ((slot.to(tl.int64) * 2 + tensor) * KV_HEADS + head) * (PAGE * D)
     tl.store(target + rows, values.to(tl.float16), mask=valid)
 
 
-def fill_scratch(
-    cache: PrefillCache, plan: PrefillPlan, static: list[torch.Tensor], *, num_warps: int = 8
-) -> torch.Tensor:
+def fill_scratch(cache: PrefillCache, plan: PrefillPlan, static: list[torch.Tensor]) -> torch.Tensor:
     """The scratch of a step, fp16 [pages (at least 1), 2, kv_heads, 64, head_dim].
 
     static: scale and zero of K, scale and zero of V, fp32 [kv_heads, head_dim], for static formats; else empty.
@@ -115,7 +112,7 @@ def fill_scratch(
             KV_HEADS=num_kv_heads, D=head_dim, D_PAD=triton.next_power_of_2(head_dim), PAGE_BYTES=layout.page_bytes,
             K_BITS=fmt.k.bits, K_SCALE=_scale_kind(fmt.k), V_BITS=fmt.v.bits, V_SCALE=_scale_kind(fmt.v),
             V_CODES=layout.v_codes.start, K_PARAMETERS=layout.k_parameters.start,
-            V_PARAMETERS=layout.v_parameters.start, num_warps=num_warps,
+            V_PARAMETERS=layout.v_parameters.start, num_warps=8,
         )  # fmt: skip
     return scratch
 

@@ -1,7 +1,8 @@
 """Reading the codes of a sealed page in row order, for Triton kernels.
 
-Where a code lies is `nibble.kernels.layout.operand_order` turned round, a table of 64 D places that is made once per
-shape and stays in the cache of the chip: one load of it serves eight channels, and the order has one definition.
+Where a code lies is `nibble.kernels.layout.operand_order` turned round: a table of 64 D places that is made once per
+shape and stays in the cache of the chip, so that the order has one definition. The codes of a page are read as they lie
+and put into row order through shared memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import triton.language as tl
 
 from nibble.formats import TensorFormat
 from nibble.kernels.layout import operand_order
+
+PAGE = tl.constexpr(64)
 
 
 @lru_cache
@@ -32,13 +35,15 @@ def code_places(
 
 
 @triton.jit
-def read_codes(codes, places, rows, valid, BITS: tl.constexpr):
-    """The codes of a page, or its values when they are 16-bit, as fp32. rows: token * D + channel."""
+def read_codes(codes, places, rows, valid, D: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr):
+    """The codes of a page, or its values when they are 16-bit, as fp32 [64, D_PAD]. rows: token * D + channel."""
     if BITS == 16:
-        stored = tl.load(codes.to(tl.pointer_type(tl.float16)) + rows, mask=valid, other=0.0)
+        values = tl.load(codes.to(tl.pointer_type(tl.float16)) + rows, mask=valid, other=0.0).to(tl.float32)
     else:
-        place = tl.load(places + rows, mask=valid, other=0).to(tl.uint32)
-        CODES_PER_BYTE: tl.constexpr = 8 // BITS
-        packed = tl.load(codes + place // CODES_PER_BYTE, mask=valid, other=0).to(tl.int32)
-        stored = (packed >> (place % CODES_PER_BYTE * BITS)) & ((1 << BITS) - 1)
-    return stored.to(tl.float32)
+        offsets = tl.arange(0, PAGE * D_PAD * BITS // 8)
+        packed = tl.load(codes + offsets, mask=offsets < PAGE * D * BITS // 8, other=0)
+        stored = tl.reshape(tl.join(packed & 15, packed >> 4), [PAGE * D_PAD]) if BITS == 4 else packed
+        place = tl.load(places + rows, mask=valid, other=0).to(tl.int32)
+        in_rows = tl.gather(stored, tl.reshape(place, [PAGE * D_PAD]), 0)
+        values = tl.reshape(in_rows, [PAGE, D_PAD]).to(tl.float32)
+    return values
