@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.progress import track
+from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -42,6 +42,7 @@ from nibble.stage import console, run_stage
 from nibble.versions import versions
 
 RESULT = Path(__file__).parent / "results" / "engine_cpu.json"
+progress = Console(stderr=True)
 TARGETS = {"decode_ratio_to_transformers": 0.7, "streams_ratio": 3.0, "sealed_tokens_ratio": 3.3}
 
 
@@ -108,7 +109,8 @@ def measure_rates(engine: Engine, model: PreTrainedModel, plan: BenchPlan) -> Ra
     """Time transformers, one stream and many, in turn; a warm-up round first. Every round has new prompts."""
     prompts = random_prompts(len(engine.tokenizer), plan.prompt_tokens, plan.seed)
     rates = Rates()
-    for _ in track(range(plan.repeats + 1), description="timing", disable=not console.is_terminal):
+    for number in range(plan.repeats + 1):
+        progress.print(f"round {number} of {plan.repeats}" + ("" if number else " (warm-up)"))
         one, many = next(prompts), [next(prompts) for _ in range(plan.streams)]
         rates.transformers.append(time_transformers(model, one, plan.decode_tokens))
         rates.one_stream.append(time_streams(engine, [one], plan.decode_tokens).decode_tokens_per_s)
