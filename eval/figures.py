@@ -22,14 +22,19 @@ def comparison_rows(report: Report) -> list[Row]:
     return [*_quality_rows(report), *_memory_rows(report), *_speed_rows(report)]
 
 
+def nats(value: float) -> str:
+    """A KL in three significant digits: formats differ by orders of magnitude."""
+    return f"{value:.3g}"
+
+
 def _quality_rows(report: Report) -> list[Row]:
     quality = report.quality
     top1, change = quality.top1_agreement, quality.ppl_delta_pct
     return [
-        ("KL to fp16 (nats), mean", f"{quality.kl.mean:.5f}", "", "", _interval(quality.kl_mean, ".5f")),
-        ("KL, median", f"{quality.kl.p50:.5f}", "", "", ""),
-        ("KL, p99", f"{quality.kl.p99:.4f}", "", "", ""),
-        ("KL, p99.9", f"{quality.kl.p999:.4f}", "", "", ""),
+        ("KL to fp16 (nats), mean", nats(quality.kl.mean), "", "", _interval(quality.kl_mean, ".2g")),
+        ("KL, median", nats(quality.kl.p50), "", "", ""),
+        ("KL, p99", nats(quality.kl.p99), "", "", ""),
+        ("KL, p99.9", nats(quality.kl.p999), "", "", ""),
         ("same top token", f"{top1.value:.2%}", "", "", _interval(top1, ".1%")),
         (
             "perplexity (token)",

@@ -30,7 +30,7 @@ def partial_key(*parts: str) -> str:
 
 
 class PartialRun:
-    """The windows measured so far; made by `open_partial`, which holds the file's lock."""
+    """The windows measured so far; made by `open_partial`, which holds the folder's lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,14 +54,14 @@ class PartialRun:
 
 @contextmanager
 def open_partial(folder: Path, key: str) -> Iterator[PartialRun]:
-    """Lock and read the partial run of that key; NibbleError when another process is running it."""
+    """Lock the folder and read the partial run of that key; NibbleError when another process has it locked."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{key}.lock").open("w") as lock:
+    with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise NibbleError(
-                f"evaluation {key}: got a second run of the same engines and windows, allowed one at a time; "
+                f"evaluation in {folder.parent}: got a second one of this model and KV, allowed one at a time; "
                 "wait for the other one to end, or stop it"
             ) from error
         yield PartialRun(folder / f"{key}.jsonl")

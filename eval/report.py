@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval import plots
-from eval.figures import comparison_rows, headings
+from eval.figures import comparison_rows, headings, nats
 from eval.measures import PositionMeasures
 from eval.records import Report
 
@@ -25,6 +25,7 @@ def render_html(report: Report, measured: list[PositionMeasures]) -> str:
         q=report.quality,
         cards=_cards(report),
         plots=_plots(report, measured),
+        nats=nats,
         headings=headings(report),
         comparison=comparison_rows(report),
         provenance=_provenance(report),
@@ -36,7 +37,7 @@ def _cards(report: Report) -> list[dict[str, str]]:
     smaller = summary.bytes_per_token_fp16 / summary.bytes_per_token
     smaller_now = memory.fp16.bytes_per_token / memory.quantized.bytes_per_token
     return [
-        _card("mean KL to fp16", f"{summary.kl_mean:.5f}", f"nats; p99.9 {summary.kl_p999:.3f}"),
+        _card("mean KL to fp16", nats(summary.kl_mean), f"nats; p99.9 {nats(summary.kl_p999)}"),
         _card("same top token", f"{summary.top1_agreement:.2%}", "of positions"),
         _card("perplexity", f"{summary.ppl_delta_pct:+.2f} %", f"{summary.ppl_fp16:.2f} to {summary.ppl:.2f}"),
         _card("sealed cache", f"÷ {smaller:.2f}", f"{summary.bytes_per_token:,.0f} bytes a token"),

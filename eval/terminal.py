@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eval.figures import comparison_rows, headings
+from eval.figures import comparison_rows, headings, nats
 from eval.records import Report
 
 OUTCOME_STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skipped": "yellow"}
@@ -41,8 +41,8 @@ def _buckets(report: Report) -> Table:
     for bucket in report.quality.buckets:
         table.add_row(
             f"{bucket.start:,} to {bucket.end:,}",
-            f"{bucket.kl.mean:.5f}",
-            f"{bucket.kl.p999:.4f}",
+            nats(bucket.kl.mean),
+            nats(bucket.kl.p999),
             f"{bucket.top1_agreement:.2%}",
             f"{bucket.ppl_delta_pct:+.2f} %",
         )
