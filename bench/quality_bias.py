@@ -1,0 +1,125 @@
+"""Large biases of k_proj, as Qwen2 and Qwen2.5 have them, put into a model that has none, and what each remedy leaves.
+
+In layer 0 of the model a few channel pairs get a bias. A pair's K rows are scaled up and its Q rows down by the same
+factor first, so that the bias, however large, shifts the scores by what a bias of `RELATIVE` times the pair's own
+spread would: as in the real models, where Q is small in those channels. The yardstick is the same biased model with an
+fp32 cache.
+
+    python -m bench.quality_bias --biases 20,100,300,600,900 --windows 8 --tokens 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from bench.quality import commit, merge
+from bench.quality_measure import Bench
+from bench.quality_models import load_subject
+from bench.quality_schemes import EXACT
+from bench.quality_table import BIAS
+from nibble.paths import REPOSITORY_ROOT
+from nibble.stage import console, run_stage
+
+RESULTS = REPOSITORY_ROOT / "bench" / "results" / "key_bias.json"
+RELATIVE = 3.0  # bias over the spread of the pair's K, after scaling
+PAIRS = (1, 8, 20)  # of head_dim / 2 rotary pairs: fast, middling, slow
+
+
+def main() -> None:
+    """Measure every remedy at every bias."""
+    arguments = _parser().parse_args()
+    records = []
+    for bias in map(float, arguments.biases.split(",")):
+        subject = load_subject(arguments.model, arguments.device)
+        spreads = _pair_spread(subject.model, subject.calibration(1))
+        if bias:
+            inject_bias(subject.model, spreads, bias)
+        bench = Bench(subject.model, subject.calibration(arguments.calibration), arguments.batch)
+        plain = bench.statistics
+        windows = subject.windows("eval", arguments.windows, arguments.tokens)
+        bench.reference_scheme = EXACT
+        reference = bench.reference(windows)
+        subtracted = [_with_bias(subject.model, layer, known) for layer, known in enumerate(plain)]
+        for scheme in BIAS:
+            bench.statistics = subtracted if scheme.subtract else _marked(plain, subtracted)
+            record = bench.measure(windows, reference, scheme).record()
+            records.append({"model": f"{subject.name} + bias {bias:g}", "format": scheme.name, **record,
+                            "bias": bias, "text": "eval", "commit": arguments.commit or commit()})  # fmt: skip
+            console.print(f"bias {bias:<6g}{scheme.name:34} KL {record['kl_mean']:<10} p99.9 {record['kl_p999']:<8} "
+                          f"ppl fp32 {record['ppl_fp16']}")  # fmt: skip
+    merge(arguments.out, records)
+    print(json.dumps({"records": len(records)}))
+
+
+@torch.no_grad()
+def inject_bias(model: PreTrainedModel, spreads: torch.Tensor, bias: float, layer: int = 0) -> None:
+    """Add the bias in place. spreads: of each KV head's pairs, [kv_heads, D / 2]."""
+    attention = model.model.layers[layer].self_attn
+    kv_heads, half = spreads.shape
+    signs = torch.Generator().manual_seed(0)
+    k = attention.k_proj.weight.unflatten(0, (kv_heads, 2, half))
+    q = attention.q_proj.weight.unflatten(0, (kv_heads, -1, 2, half))
+    bias_of = torch.zeros(kv_heads, 2, half, device=k.device)
+    for head in range(kv_heads):
+        for pair in (p for p in PAIRS if p < half):
+            factor = bias / (RELATIVE * spreads[head, pair])
+            k[head, :, pair] *= factor
+            q[head, :, :, pair] /= factor
+            bias_of[head, :, pair] = bias * torch.randn(2, generator=signs).sign().to(k.device)
+    attention.k_proj.bias = nn.Parameter(bias_of.flatten(), requires_grad=False)
+
+
+def rotated_bias(model: PreTrainedModel, layer: int, tokens: int) -> torch.Tensor | None:
+    """What the bias of k_proj adds to K after RoPE, [kv_heads, tokens, D]."""
+    bias = model.model.layers[layer].self_attn.k_proj.bias
+    if bias is None:
+        return None
+    positions = torch.arange(tokens, device=bias.device)[None]
+    cos, sin = model.model.rotary_emb(bias[None, None].float(), positions)
+    rows = bias.float().view(-1, 1, cos.shape[-1])
+    low, high = rows.chunk(2, -1)
+    return rows * cos + torch.cat((-high, low), -1) * sin
+
+
+def _with_bias(model: PreTrainedModel, layer: int, known):  # type: ignore[no-untyped-def]
+    """Statistics of K less its bias (calibration at positions 0 ... tokens)."""
+    bias = rotated_bias(model, layer, 8192)
+    if bias is None:
+        return known
+    large = model.model.layers[layer].self_attn.k_proj.bias.view(bias.shape[0], -1).abs()
+    return replace(known, k=known.k - bias[:, : known.k.shape[2]], bias=bias, biased=large > 0, _bases={})
+
+
+def _marked(plain, subtracted):  # type: ignore[no-untyped-def]
+    return [replace(a, biased=b.biased) for a, b in zip(plain, subtracted, strict=True)]
+
+
+def _pair_spread(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Root mean square of each rotary pair of layer 0's K, [kv_heads, D / 2]."""
+    known = Bench(model, ids).statistics[0]
+    return known.k.square().mean((0, 2)).unflatten(-1, (2, -1)).mean(1).sqrt()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.quality_bias", description="Large K biases.")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--biases", default="0,20,100,300,600,900")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--calibration", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+if __name__ == "__main__":
+    run_stage(main)
