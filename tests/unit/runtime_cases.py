@@ -30,6 +30,7 @@ from nibble.runtime.cache import CacheSpec
 from nibble.visibility import PagePolicy
 
 VOCABULARY = 300
+MADE_ENGINES: list[Engine] = []  # conftest.py checks their pages after every test
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),  # biases in q, k and v
@@ -95,7 +96,9 @@ def make_spec(model: PreTrainedModel, kv: str, policy: PagePolicy | None = None)
 def make_engine(kv: str = "int4", family: str = "llama", policy: PagePolicy | None = None, **limits: Any) -> Engine:
     model = make_model(family)
     values = {"max_context": 1024, "max_running": 4, "chunk_tokens": 128, **limits}
-    return Engine(model, LetterTokenizer(), make_spec(model, kv, policy), EngineLimits(**values))  # type: ignore[arg-type]
+    engine = Engine(model, LetterTokenizer(), make_spec(model, kv, policy), EngineLimits(**values))  # type: ignore[arg-type]
+    MADE_ENGINES.append(engine)
+    return engine
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:
