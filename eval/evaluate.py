@@ -60,6 +60,10 @@ def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
     subjects = _prepare(request, console)
     text = _choose_text(subjects, request.plan)
     with open_partial(partial_dir(*request.names), _key(subjects, text)) as partial:
+        if len(partial):
+            console.print(
+                f"going on with an interrupted run: {len(partial)} of {len(text.windows)} windows are measured"
+            )
         measured = _measure(request, subjects, text, partial, console)
         report = _report(request, subjects, measured, created, time.monotonic() - started)
         files: dict[str, str | Path] = {

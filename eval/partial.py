@@ -37,6 +37,9 @@ class PartialRun:
         self._measured = dict(_read_lines(path))
         _rewrite(path, self._measured)
 
+    def __len__(self) -> int:
+        return len(self._measured)
+
     def measured(self, window: Window) -> PositionMeasures | None:
         """The window's positions when an earlier run finished it."""
         return self._measured.get(window.sha256)
