@@ -140,7 +140,7 @@ def decode_attention_op(
     group = q_heads // kv_heads
     instance = DecodeInstance.for_shape(fmt, head_dim, group)
     architecture = driver.device_architecture(device)
-    plan = plan_decode(instance, batch, architecture)
+    plan = plan_decode(instance, architecture)
     _check_workspace(partial_out, partial_lse, batch, kv_heads, group, head_dim, block_table.shape[1])
     pointers = [t.data_ptr() for t in (q, out, log_sum_exp, open_pool, sealed_pool, block_table, seq_lens)]
     pointers += [t.data_ptr() if t.numel() else 0 for t in static_scales]
@@ -165,8 +165,7 @@ def decode_attention_op(
     attend = driver.load_function(instance.source, "decode_attention", device, SHARED_BYTES[architecture] - 1024)
     combine = driver.load_function(combine_source(head_dim), "combine_splits", device)
     with torch.cuda.device(device):
-        blocks = driver.multiprocessors(device) * plan.blocks_per_multiprocessor
-        driver.launch(attend, blocks, 32 * (plan.consumers + 2), plan.shared_bytes, params, overlaps=True)
+        driver.launch(attend, driver.multiprocessors(device), plan.threads, plan.shared_bytes, params, overlaps=True)
         if params.max_splits > 1:
             driver.launch(combine, batch * q_heads, head_dim, 0, params, overlaps=True)
     return out, log_sum_exp

@@ -7,6 +7,7 @@ than 8 query heads are fixed when an instance is compiled.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, KVFormat, ScaleKind, SealedPageLayout, TensorFormat
@@ -16,6 +17,7 @@ from nibble.kernels.layout import token_tiles
 KERNEL_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BIT_PAIRS = ((4, 4), (8, 8), (8, 4), (16, 16))
 MAX_GROUP = 16
+MAX_BATCH = 1024
 UNIT_TABLE = 128
 MAX_STAGES = 32
 SCALE_KINDS = {ScaleKind.NONE: 0, ScaleKind.PAGE_CHANNEL: 1, ScaleKind.TOKEN: 2, ScaleKind.STATIC_CHANNEL: 3}
@@ -50,18 +52,13 @@ class DecodeInstance:
         return KVFormat("kernel", self.k, self.v)
 
     @property
-    def blocks_per_multiprocessor(self) -> int:
-        """Two where registers allow: one block merges while the other attends."""
-        return 2 if self.head_tiles == 1 and self.head_dim <= 128 else 1
-
-    @property
     def max_consumers(self) -> int:
-        """Consumer warps at most: with the other two, 16, 12 or 8 warps share the register file."""
-        return 10 if self.head_tiles == 1 and self.head_dim > 128 else 6
+        """Consumer warps at most: with the producer and two helpers, 12 or 8 warps share the register file."""
+        return 9 if self.head_tiles == 1 else 5
 
     @property
     def max_registers(self) -> int:
-        return 255 if self.head_tiles == 2 else 128 if self.head_dim <= 128 else 168
+        return 168 if self.head_tiles == 1 else 255
 
     @property
     def fixed_shared_bytes(self) -> int:
@@ -70,7 +67,7 @@ class DecodeInstance:
         sets = 3 if self.k.scale is ScaleKind.STATIC_CHANNEL else 1
         query = sets * self.head_tiles * chunks * 512 + self.head_tiles * 128
         barriers = 8 * (2 * MAX_STAGES + 4)
-        states = self.max_consumers * self.head_tiles * 128
+        states = (self.max_consumers + 1) * self.head_tiles * 128 + 4 * MAX_STAGES + 16
         return UNIT_TABLE * 32 + barriers + MAX_STAGES * 16 + 2 * query + states
 
     @property
@@ -85,44 +82,45 @@ class DecodeInstance:
             "TOKEN_TILES": token_tiles(self.fmt, self.head_dim),
             "MAX_CONSUMERS": self.max_consumers,
             "SHARED_BYTES": self.fixed_shared_bytes,
-            "BLOCKS_PER_MULTIPROCESSOR": self.blocks_per_multiprocessor,
         }
         return KernelSource("decode.cu", tuple(defines.items()))
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Warps, ring and shared memory of a block, and how many blocks a multiprocessor holds."""
+    """Warps, ring and shared memory of a block; one block runs on a multiprocessor."""
 
     consumers: int
     stages: int
     stage_bytes: int
     shared_bytes: int
-    blocks_per_multiprocessor: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.consumers + 3)
 
 
-def plan_decode(instance: DecodeInstance, batch: int, architecture: str) -> DecodePlan:
-    """As many consumer warps as leave room for a ring of more stages than warps."""
-    total = SHARED_BYTES[architecture]
-    blocks = instance.blocks_per_multiprocessor if total > 150_000 else 1
-    limit = total // blocks - 1024
+@lru_cache
+def plan_decode(instance: DecodeInstance, architecture: str) -> DecodePlan:
+    """As many consumer warps as leave room for a ring of a third more stages than warps.
+
+    It does not depend on the batch, since which warp takes which page decides the order of sums.
+    """
+    limit = SHARED_BYTES[architecture] - 1024
     stage_bytes = _stage_bytes(instance)
     for consumers in range(instance.max_consumers, 0, -1):
         before = _round_up(instance.fixed_shared_bytes) + consumers * instance.head_tiles * 32 * (instance.head_dim + 4)
-        before = _round_up(before + 4 * (batch + 1))
+        before = _round_up(before + 4 * (MAX_BATCH + 1))
         stages = min(MAX_STAGES, (limit - before) // stage_bytes)
-        if stages > consumers:
-            return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes, blocks)
-    raise NibbleError(
-        f"decode kernel, batch of {batch} at head size {instance.head_dim}: does not fit {limit} bytes of shared "
-        "memory; use smaller batches"
-    )
+        if 3 * stages >= 4 * consumers:
+            return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes)
+    raise NibbleError(f"decode kernel at head size {instance.head_dim}: does not fit the shared memory of {architecture}")
 
 
 def combine_source(head_dim: int) -> KernelSource:
     """The kernel that combines splits; it knows nothing of the cache."""
     unused = ("K_BITS", 16), ("V_BITS", 16), ("K_SCALE", 0), ("V_SCALE", 0)
-    ones = ("HEAD_TILES", 1), ("TOKEN_TILES", 1), ("MAX_CONSUMERS", 1), ("BLOCKS_PER_MULTIPROCESSOR", 1)
+    ones = ("HEAD_TILES", 1), ("TOKEN_TILES", 1), ("MAX_CONSUMERS", 1)
     return KernelSource("combine.cu", (("HEAD_DIM", head_dim), *unused, *ones))
 
 

@@ -52,7 +52,7 @@ DEVICE uint4 load_chunk(u32 at, int chunk, int j) {
 DEVICE void attend_half(const ItemContext& x, const ItemHeader& header, u32 stage, RunningState& s) {
     const int g = x.lane / 4, j = x.lane & 3;
     float scores[kHeadTiles][1][4] = {};
-    const uint4* q = query_operands(x.shared, x.buffer, 0) + x.lane;
+    const u32 q = shared_address(query_operands(x.shared, x.buffer, 0) + x.lane);
 #pragma unroll
     for (int chunk = 0; chunk < kQueryChunks; ++chunk) {
         const bool whole = chunk_channels(chunk) == 8;
@@ -61,7 +61,7 @@ DEVICE void attend_half(const ItemContext& x, const ItemHeader& header, u32 stag
         const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
         for (int t = 0; t < kHeadTiles; ++t) {
-            const uint4 b = q[(t * kQueryChunks + chunk) * 32];
+            const uint4 b = load_shared16(q + (t * kQueryChunks + chunk) * 512);
             mma(scores[t][0], first, b.x, b.y);
             if (whole) mma(scores[t][0], second, b.z, b.w);
         }
@@ -133,7 +133,7 @@ DEVICE uint4 chunk_rounding_error(uint4 a, uint4 b, uint4 product) {
                       rounding_error(a.z, b.z, product.z), rounding_error(a.w, b.w, product.w));
 }
 
-// scores: sums over channels of codes times scaled queries; zero: the same with the page's zero points (page scales).
+// scores: sums over channels of codes times scaled queries.
 // A query times a scale does not fit fp16: with kSplit, what its rounding lost is multiplied as well.
 constexpr bool kSplit = kKScale == kPageChannel || kKScale == kStaticChannel;
 
@@ -141,8 +141,8 @@ DEVICE void multiply_keys(const ItemContext& x, u32 stage, u32 parameters,
                           float (&scores)[kHeadTiles][kTokenTiles][4], float (&zero)[kHeadTiles][2]) {
     using Reader = CodeReader<kKBits, kTokenTiles * kChannelTiles>;
     const int j = x.lane & 3;
-    const uint4* q = query_operands(x.shared, x.buffer, kKScale == kStaticChannel) + x.lane;
-    const uint4* q_lost = query_operands(x.shared, x.buffer, 2) + x.lane;
+    const u32 q = shared_address(query_operands(x.shared, x.buffer, kKScale == kStaticChannel) + x.lane);
+    const u32 q_lost = shared_address(query_operands(x.shared, x.buffer, 2) + x.lane);
     float even_zero[kHeadTiles][4] = {}, odd_zero[kHeadTiles][4] = {};
     uint4 b[kHeadTiles], lost[kHeadTiles];
     u32 words[Reader::kLoadWords];
@@ -153,8 +153,8 @@ DEVICE void multiply_keys(const ItemContext& x, u32 stage, u32 parameters,
         if (channel_tile % 2 == 0 && token_tile == 0) {
 #pragma unroll
             for (int t = 0; t < kHeadTiles; ++t) {
-                b[t] = q[(t * kQueryChunks + chunk) * 32];
-                if (kKScale == kStaticChannel) lost[t] = q_lost[(t * kQueryChunks + chunk) * 32];
+                b[t] = load_shared16(q + (t * kQueryChunks + chunk) * 512);
+                if (kKScale == kStaticChannel) lost[t] = load_shared16(q_lost + (t * kQueryChunks + chunk) * 512);
             }
             if (kKScale == kPageChannel) {
                 const uint4 scale = load_chunk(parameters, chunk, j);

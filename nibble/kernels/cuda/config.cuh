@@ -9,7 +9,6 @@ constexpr int kHeadTiles = HEAD_TILES;      // query heads of a group in units o
 constexpr int kTokenTiles = TOKEN_TILES;    // tokens of a work item of a sealed page in units of 16: 2 or 4
 constexpr int kMaxConsumers = MAX_CONSUMERS;  // consumer warps at most
 
-constexpr int kBlocksPerMultiprocessor = BLOCKS_PER_MULTIPROCESSOR;
 
 enum ScaleKind : int { kNone = 0, kPageChannel = 1, kToken = 2, kStaticChannel = 3 };
 constexpr int kKScale = K_SCALE;

@@ -1,30 +1,44 @@
 // Decode attention over a paged cache of fp16 and sealed pages, one launch for a whole batch.
 //
 // A persistent block: consumer warps that attend over an item each (a sealed page or a part of one, or 16 tokens of an
-// fp16 page), a producer warp that keeps a ring of items in flight with bulk copies, and a query warp that prepares the
-// operands of the next unit. Units are what blocks deal in: a split of one sequence and KV head (schedule.cuh).
+// fp16 page), a producer warp that keeps a ring of items in flight with bulk copies, and helper warps that prepare the
+// operands of the next unit and merge the last one. Units are what blocks deal in: a split of one sequence and KV head
+// (schedule.cuh). Nobody waits for a whole block inside a list of units.
 #include "attend.cuh"
 #include "merge.cuh"
 #include "producer.cuh"
 
-struct Consumer {
-    RingPlace place;
-    QueryPlace query;
-};
+// The place of a warp in a unit that begins with item `first`: items place, place + consumers, ... of the unit are its own.
+DEVICE int slot_of(const DecodeParams& p, u32 first, int warp) {
+    const int first_warp = first % p.consumers;
+    return warp - first_warp + (warp < first_warp ? p.consumers : 0);
+}
 
-DEVICE void consume(const DecodeParams& p, const Carved& c, const Unit& unit, int warp, int lane,
-                    Consumer& me) {
+// A full barrier tells one filling of its stage from the next by parity alone, and fillings may land out of order: only
+// once the producer has opened the stage for this item is the parity unambiguous.
+DEVICE void wait_for_item(Shared* s, const RingPlace& place) {
+    while (observe(shared_address(&s->opened[place.stage()])) != place.item) {
+    }
+    __syncwarp();
+    barrier_wait(shared_address(&s->full[place.stage()]), place.phase());
+    __syncwarp();
+}
+
+// Unit number n since the kernel began; `items` counts what all consumers have behind them.
+DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int warp, int lane, u32& items) {
     Shared* s = c.fixed;
+    const Unit& unit = s->units[n % kUnitTable];
     RunningState state;
     state.reset();
-    barrier_wait(shared_address(&s->query_full[me.query.buffer]), me.query.phase);
-    RingPlace mine = me.place;
-    mine.advance(warp, p.stages);
-    for (int item = warp; item < unit.num_items; item += p.consumers) {
-        barrier_wait(shared_address(&s->full[mine.stage]), mine.phase);
-        const ItemHeader& header = s->headers[mine.stage];
-        const ItemContext context{p, unit, s, me.query.buffer, lane};
-        const u32 stage = c.stages + mine.stage * p.stage_bytes;
+    const int slot = slot_of(p, items, warp);
+    barrier_wait(shared_address(&s->query_full[n & 1]), n >> 1 & 1);
+    RingPlace mine = RingPlace::at(items + slot, p.stages);
+    items += unit.num_items;
+    while (static_cast<int>(items - mine.item) > 0) {
+        wait_for_item(s, mine);
+        const ItemHeader& header = s->headers[mine.stage()];
+        const ItemContext context{p, unit, s, n & 1, lane};
+        const u32 stage = c.stages + mine.stage() * p.stage_bytes;
         if constexpr (kCoded) {
             if (header.is_half)
                 attend_half(context, header, stage, state);
@@ -34,61 +48,66 @@ DEVICE void consume(const DecodeParams& p, const Carved& c, const Unit& unit, in
             attend_half(context, header, stage, state);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&s->empty[mine.stage]));
+        if (lane == 0) barrier_arrive(shared_address(&s->empty[mine.stage()]));
         mine.advance(p.consumers, p.stages);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&s->query_empty[me.query.buffer]));
-    me.query.advance();
-    me.place.advance(unit.num_items, p.stages);
     convert(p, unit.kv_head, state, false, lane);
-    finish_unit(p, c, unit, warp, lane, state);
+    barrier_wait(shared_address(&s->merge_empty), n & 1 ^ 1);
+    items -= unit.num_items;
+    const int final_slot = slot_of(p, items, warp);
+    if (final_slot < unit.num_items) store_state(c, final_slot, lane, state);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s->merge_full));
+    items += unit.num_items;
 }
 
-extern "C" __global__ void __launch_bounds__((kMaxConsumers + 2) * 32, kBlocksPerMultiprocessor) decode_attention(const DecodeParams p) {
+DEVICE void initialise(const DecodeParams& p, Shared* s) {
+    for (int i = 0; i < p.stages; ++i) {
+        barrier_init(shared_address(&s->full[i]), kFillArrivals);
+        barrier_init(shared_address(&s->empty[i]), 1);
+        s->opened[i] = ~0u;
+    }
+    for (int i = 0; i < kQueryBuffers; ++i) barrier_init(shared_address(&s->query_full[i]), 1);
+    barrier_init(shared_address(&s->merge_full), p.consumers);
+    barrier_init(shared_address(&s->merge_empty), kHelpers);
+    publish_barriers();
+}
+
+// Lists this block's units from number `begin` on; false when there are none left.
+DEVICE bool list_units(const DecodeParams& p, const Carved& c, int begin) {
+    const long long units = p.kv_heads * c.splits_before[p.batch];
+    const int first = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
+    const int listed = min(kUnitTable, end - first - begin);
+    if (listed <= 0) return false;
+    for (int i = threadIdx.x; i < listed; i += blockDim.x)
+        c.fixed->units[i] = find_unit(p, c.splits_before, first + begin + i);
+    if (threadIdx.x == 0) c.fixed->listed_end = begin + listed;
+    __syncthreads();
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__((kMaxConsumers + 1 + kHelpers) * 32, 1)
+    decode_attention(const DecodeParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const Carved c = carve(memory, p);
     Shared* s = c.fixed;
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < p.stages; ++i) {
-            barrier_init(shared_address(&s->full[i]), kFillArrivals);
-            barrier_init(shared_address(&s->empty[i]), 1);
-        }
-        for (int i = 0; i < kQueryBuffers; ++i) {
-            barrier_init(shared_address(&s->query_full[i]), 1);
-            barrier_init(shared_address(&s->query_empty[i]), p.consumers);
-        }
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-    }
+    if (threadIdx.x == 0) initialise(p, s);
     overlap_launches();
     if (warp == 1) count_splits(p, c.splits_before, lane);
     __syncthreads();
 
-    const long long units = p.kv_heads * c.splits_before[p.batch];
-    const int begin = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
-    Consumer consumer;
-    Producer producer(p, c, lane);
-    QueryPlace query;
-    for (int first = begin; first < end; first += kUnitTable) {
-        const int listed = min(kUnitTable, end - first);
-        for (int i = threadIdx.x; i < listed; i += blockDim.x) s->units[i] = find_unit(p, c.splits_before, first + i);
-        __syncthreads();
-        for (int i = 0; i < listed; ++i) {
-            const Unit& unit = s->units[i];
-            if (warp < p.consumers) {
-                consume(p, c, unit, warp, lane, consumer);
-            } else if (warp == p.consumers) {
-                producer.fill(unit);
-            } else {
-                barrier_wait(shared_address(&s->query_empty[query.buffer]), query.phase ^ 1);
-                prepare_queries(p, unit, s, query.buffer, lane);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(shared_address(&s->query_full[query.buffer]));
-                query.advance();
-            }
+    u32 items = 0;  // behind the consumers, or the producer
+    for (int begin = 0;; begin += kUnitTable) {
+        if (!list_units(p, c, begin)) break;
+        if (warp < p.consumers) {
+            for (int n = begin; n < s->listed_end; ++n) consume(p, c, n, warp, lane, items);
+        } else if (warp == p.consumers) {
+            Producer producer(p, c, lane, items);
+            for (int n = begin; n < s->listed_end; ++n) producer.fill(s->units[n % kUnitTable]);
+            producer.finish();
+        } else {
+            help(p, c, begin, warp - p.consumers - 1, lane);
         }
         __syncthreads();
     }

@@ -1,65 +1,102 @@
-// The end of a unit: the consumers' states become one result, the final one when the sequence has a single split.
+// The end of a unit: each consumer leaves its state in shared memory and goes on; the helper warps make one result of
+// them, the final one when the sequence has a single split.
 //
-// Thread i owns the outputs i, i + threads, ...: four channels of a head each, in tile order. The order of every sum is
-// fixed.
+// A consumer's state goes to a slot that follows from the unit's items alone, and every sum runs over the slots in a
+// fixed order, so a result does not depend on what else the block has done.
 #pragma once
+#include "query.cuh"
 #include "result.cuh"
 #include "state.cuh"
 
-DEVICE void store_state(const Carved& c, int warp, int lane, const RunningState& s) {
+constexpr int kHelpers = 2;
+
+DEVICE void store_state(const Carved& c, int slot, int lane, const RunningState& s) {
     const int g = lane / 4, j = lane & 3;
 #pragma unroll
     for (int t = 0; t < kHeadTiles; ++t)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int head = t * 8 + 2 * j + h;
-            float* row = c.merge_out + (warp * kHeadSlots + head) * kMergeStride;
+            float* row = c.merge_out + (slot * kHeadSlots + head) * kMergeStride;
 #pragma unroll
             for (int tile = 0; tile < kChannelTiles; ++tile) {
                 row[tile * 16 + g] = s.out[t][tile][h];
                 row[tile * 16 + g + 8] = s.out[t][tile][2 + h];
             }
             const float sum = sum_over_rows(s.sum[t][h]), zero = sum_over_rows(s.zero[t][h]);
-            if (g == 0) {
-                float* state = c.fixed->merge_state[warp][head];
-                state[0] = s.largest[t][h], state[1] = sum, state[2] = zero;
-            }
+            if (g == 0) c.fixed->merge_states[slot][head] = make_float4(s.largest[t][h], sum, zero, 0);
         }
 }
 
-DEVICE Merged merge_warps(const Carved& c, int warps, int head, int quad) {
-    float largest = kLowest;
-    for (int w = 0; w < warps; ++w) largest = fmaxf(largest, c.fixed->merge_state[w][head][0]);
-    float4 total = make_float4(0, 0, 0, 0);
-    float sum = 0;
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) {
-        const float4 state = *reinterpret_cast<const float4*>(c.fixed->merge_state[w][head]);
-        const float by = exp2_fast(state.x - largest);
-        const float* row = c.merge_out + (w * kHeadSlots + head) * kMergeStride + quad * 4;
-        const float4 out = *reinterpret_cast<const float4*>(row);
-        total = sum_of(total, scaled(sum_of(out, make_float4(state.z, state.z, state.z, state.z)), by));
-        sum += state.y * by;
-    }
-    if (sum == 0) return {make_float4(0, 0, 0, 0), -__int_as_float(0x7f800000)};
-    return {scaled(total, 1.0f / sum), largest + log2_fast(sum)};
+DEVICE float max_of_16(float x) {
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, step));
+    return x;
+}
+DEVICE float sum_of_16(float x) {
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) x += __shfl_xor_sync(kFullMask, x, step);
+    return x;
 }
 
-DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit, int warp, int lane,
-                        const RunningState& s) {
-    const int threads = p.consumers * 32, outputs = p.group * kQuads;
-    consumers_sync(threads);  // everybody has read the previous unit's states
-    store_state(c, warp, lane, s);
-    consumers_sync(threads);
+// Weights of the slots and the common factor of each head; half a warp takes a head, a lane a slot.
+DEVICE void weigh_slots(const Carved& c, int slots, int heads, int lane) {
+    const int slot = lane & 15;
+    for (int first = 0; first < heads; first += 2) {
+        const int head = first + lane / 16;
+        float4 state = make_float4(kLowest, 0, 0, 0);
+        if (slot < slots) state = c.fixed->merge_states[slot][head];
+        const float largest = max_of_16(state.x);
+        const float weight = exp2_fast(state.x - largest);
+        const float sum = sum_of_16(state.y * weight), zero = sum_of_16(state.z * weight);
+        if (slot < slots) c.fixed->merge_states[slot][head].w = weight;
+        const float by = sum > 0 ? 1.0f / sum : 0.0f;
+        const float lse = sum > 0 ? largest + log2_fast(sum) : -__int_as_float(0x7f800000);
+        if (slot == 0) c.fixed->merge_heads[head] = make_float4(by, zero * by, lse, 0);
+    }
+}
+
+DEVICE Merged merge_slots(const Carved& c, int slots, int head, int quad) {
+    float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int slot = 0; slot < slots; ++slot) {
+        const float* row = c.merge_out + (slot * kHeadSlots + head) * kMergeStride + quad * 4;
+        total = sum_of(total, scaled(*reinterpret_cast<const float4*>(row), c.fixed->merge_states[slot][head].w));
+    }
+    const float4 f = c.fixed->merge_heads[head];
+    return {sum_of(scaled(total, f.x), make_float4(f.y, f.y, f.y, f.y)), f.z};
+}
+
+// All helper warps; helper 0 weighs for them.
+DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit, int helper, int lane) {
+    const int outputs = p.group * kQuads, slots = min(p.consumers, unit.num_items);
+    if (helper == 0) weigh_slots(c, slots, kHeadSlots, lane);
+    helpers_sync();
     const long long place = (static_cast<long long>(unit.batch) * p.kv_heads + unit.kv_head) * p.max_splits + unit.split;
-    for (int i = warp * 32 + lane; i < outputs; i += threads) {
+    for (int i = helper * 32 + lane; i < outputs; i += kHelpers * 32) {
         const int head = i / kQuads, quad = i - head * kQuads;
-        const Merged m = merge_warps(c, p.consumers, head, quad);
+        const Merged m = merge_slots(c, slots, head, quad);
         if (unit.num_splits == 1) {
             store_result(p, unit.batch, unit.kv_head, head, quad, m);
         } else {
             reinterpret_cast<float4*>(p.partial_out)[place * outputs + i] = m.value;
             if (quad == 0) p.partial_lse[place * p.group + head] = m.lse;
         }
+    }
+}
+
+// Units are counted from the kernel's beginning: their parity is the buffer of their queries and the phase of the merge.
+DEVICE void help(const DecodeParams& p, const Carved& c, int begin, int helper, int lane) {
+    Shared* s = c.fixed;
+    if (helper == 0)
+        for (int n = begin; n < min(begin + kQueryBuffers, s->listed_end); ++n)
+            prepare_unit(p, s->units[n % kUnitTable], s, n & 1, lane);
+    for (int n = begin; n < s->listed_end; ++n) {
+        barrier_wait(shared_address(&s->merge_full), n & 1);
+        if (helper == 0 && n + kQueryBuffers < s->listed_end)  // this unit's queries are read: their buffer is free
+            prepare_unit(p, s->units[(n + kQueryBuffers) % kUnitTable], s, n & 1, lane);
+        finish_unit(p, c, s->units[n % kUnitTable], helper, lane);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&s->merge_empty));
     }
 }

@@ -1,105 +1,153 @@
-// The producer warp: walks the block's units page by page and keeps the ring of stages full.
+// The producer warp: lists the items of the block's units and keeps the ring of stages full. Every lane has an item of its
+// own, so that finding a page, waiting for a stage and starting its copies go on side by side.
 #pragma once
 #include "copy.cuh"
 #include "shared.cuh"
 
-struct RingPlace {
-    int stage = 0;
-    u32 phase = 0;
-    DEVICE void advance(int steps, int stages) {
-        stage += steps;
-        while (stage >= stages) {
-            stage -= stages;
-            phase ^= 1;
-        }
+struct Item {
+    int page;
+    int first_row;  // of the page
+    bool is_half;
+};
+
+// Item number `index` of a unit: fp16 pages in front (sinks), sealed pages, fp16 pages behind (recent, open).
+DEVICE Item find_item(const DecodeParams& p, const Unit& unit, int index) {
+    constexpr int kHalfItems = kPageTokens / kHalfItemTokens;
+    const int sealed_begin = min(max(unit.page_begin, p.sink_pages), unit.page_end);
+    const int sealed_end = max(sealed_begin, min(unit.page_end, first_recent_page(p, unit.seq_len)));
+    const int front = kHalfItems * (sealed_begin - unit.page_begin);
+    const int sealed = (kCoded ? kItemsPerPage : kHalfItems) * (sealed_end - sealed_begin);
+    if (index < front)
+        return {unit.page_begin + index / kHalfItems, index % kHalfItems * kHalfItemTokens, true};
+    index -= front;
+    if (index >= sealed) {
+        index -= sealed;
+        return {sealed_end + index / kHalfItems, index % kHalfItems * kHalfItemTokens, true};
     }
+    if (!kCoded) return {sealed_begin + index / kHalfItems, index % kHalfItems * kHalfItemTokens, false};
+    return {sealed_begin + index / kItemsPerPage, index % kItemsPerPage * kItemTokens, false};
+}
+
+// An item on its way: what it is and the entry of the block table, still being fetched perhaps.
+struct Errand {
+    Item item;
+    int entry;
+    int kv_head;
+    int seq_len;
+    u32 number;
+    bool wanted;
 };
 
 struct Producer {
     const DecodeParams& p;
     const Carved& shared;
     int lane;
-    RingPlace place;
+    u32& items;   // numbered so far
+    Errand next;  // fetched ahead
 
-    DEVICE Producer(const DecodeParams& params, const Carved& carved, int lane_id)
-        : p(params), shared(carved), lane(lane_id) {}
+    DEVICE Producer(const DecodeParams& params, const Carved& carved, int lane_id, u32& items_before)
+        : p(params), shared(carved), lane(lane_id), items(items_before) {
+        next.wanted = false;
+    }
+
+    // No stage twice in a batch: its barrier could not tell the two fillings apart.
+    DEVICE int batch_size() const { return min(32, p.stages); }
 
     DEVICE void fill(const Unit& unit) {
-        const int* table = p.block_table + static_cast<long long>(unit.batch) * p.max_pages;
-        const int sealed_end = first_recent_page(p, unit.seq_len);
-        int entries = 0;
-        for (int page = unit.page_begin; page < unit.page_end; ++page) {
-            const int ahead = (page - unit.page_begin) & 31;
-            if (ahead == 0) entries = page + lane < unit.page_end ? table[page + lane] : 0;
-            const int entry = __shfl_sync(kFullMask, entries, ahead);
-            const bool is_open = page < p.sink_pages || page >= sealed_end;
-            if (is_open) {
-                const long long page_head_bytes = static_cast<long long>(kPageTokens) * kHalfRowBytes;
-                const u8* k = p.open_pool + (static_cast<long long>(entry) * 2 * p.kv_heads + unit.kv_head) * page_head_bytes;
-                fill_half_page(unit, page, k, k + p.kv_heads * page_head_bytes);
-            } else {
-                const u8* sealed =
-                    p.sealed_pool + (static_cast<long long>(entry) * p.kv_heads + unit.kv_head) * kPageBytes;
-                if (kCoded)
-                    fill_sealed_page(unit, page, sealed);
-                else
-                    fill_half_page(unit, page, sealed, sealed + kPageTokens * kHalfRowBytes);
-            }
+        for (int first = 0; first < unit.num_items; first += batch_size()) {
+            const Errand errand = fetch(unit, first);
+            run(next);
+            next = errand;
         }
     }
+    DEVICE void finish() { run(next); }
 
   private:
-    // Waits for the stage and describes what is about to lie in it.
-    DEVICE u32 open_stage(const Unit& unit, int first_token, bool is_half, u32 bytes) {
-        Shared* s = shared.fixed;
-        barrier_wait(shared_address(&s->empty[place.stage]), place.phase ^ 1);
-        if (lane == 0) {
-            ItemHeader& header = s->headers[place.stage];
-            header.first_token = first_token;
-            header.is_half = is_half;
-            header.token_begin = window_begin(p, unit.seq_len);
-            header.token_end = unit.seq_len;
-        }
-        begin_fill(full_barrier(), bytes, lane);
-        return shared.stages + place.stage * p.stage_bytes;
-    }
-    DEVICE u32 full_barrier() const { return shared_address(&shared.fixed->full[place.stage]); }
-    DEVICE void close_stage() {
-        end_fill(full_barrier());
-        place.advance(1, p.stages);
+    DEVICE Errand fetch(const Unit& unit, int first) {
+        const int listed = min(batch_size(), unit.num_items - first);
+        Errand e;
+        e.wanted = lane < listed;
+        e.item = find_item(p, unit, first + lane);
+        e.entry = e.wanted ? p.block_table[static_cast<long long>(unit.batch) * p.max_pages + e.item.page] : 0;
+        e.kv_head = unit.kv_head;
+        e.seq_len = unit.seq_len;
+        e.number = items + lane;
+        items += listed;
+        return e;
     }
 
-    DEVICE void fill_sealed_page(const Unit& unit, int page, const u8* from) {
-        constexpr u32 kParameterBytes = kKParameterBytes + kVParameterBytes;
-#pragma unroll 1
-        for (int item = 0; item < kItemsPerPage; ++item) {
-            const u32 bytes = kKItemBytes + kVItemBytes + kParameterBytes;
-            const u32 to = open_stage(unit, page * kPageTokens + item * kItemTokens, false, bytes);
-            const u32 barrier = full_barrier();
-            if (kItemsPerPage == 1) {
-                copy_block(to, from, bytes, barrier, lane);
-            } else {
-                copy_block(to, from + item * kKItemBytes, kKItemBytes, barrier, lane);
-                copy_block(to + kKItemBytes, from + kKPageBytes + item * kVItemBytes, kVItemBytes, barrier, lane);
-                if (kParameterBytes)
-                    copy_block(to + kKItemBytes + kVItemBytes, from + kKPageBytes + kVPageBytes, kParameterBytes,
-                               barrier, lane);
+#if __CUDA_ARCH__ >= 900
+    DEVICE void run(const Errand& e) {
+        const RingPlace place = RingPlace::at(e.number, p.stages);
+        const u32 empty = shared_address(&shared.fixed->empty[place.stage()]);
+        bool waiting = e.wanted;
+        while (__any_sync(kFullMask, waiting)) {
+            if (waiting && barrier_poll(empty, place.phase() ^ 1)) {
+                start(e, place, 0, 1);
+                waiting = false;
             }
-            close_stage();
         }
     }
-
-    // 16 rows of K, then 16 rows of V (the last item of a sequence has fewer).
-    DEVICE void fill_half_page(const Unit& unit, int page, const u8* k, const u8* v) {
-#pragma unroll 1
-        for (int row = 0; row < kPageTokens; row += kHalfItemTokens) {
-            const int rows = min(kHalfItemTokens, unit.seq_len - page * kPageTokens - row);
-            if (rows <= 0) break;
-            const u32 to = open_stage(unit, page * kPageTokens + row, true, 2 * rows * kHalfRowBytes);
-            copy_block(to, k + row * kHalfRowBytes, rows * kHalfRowBytes, full_barrier(), lane);
-            copy_block(to + kHalfItemTokens * kHalfRowBytes, v + row * kHalfRowBytes, rows * kHalfRowBytes,
-                       full_barrier(), lane);
-            close_stage();
+#else
+    // Without bulk copies the whole warp copies one item after the other.
+    DEVICE void run(const Errand& mine) {
+        for (int i = 0; i < 32; ++i) {
+            Errand e;
+            e.wanted = __shfl_sync(kFullMask, mine.wanted, i);
+            if (!e.wanted) return;
+            e.item.page = __shfl_sync(kFullMask, mine.item.page, i);
+            e.item.first_row = __shfl_sync(kFullMask, mine.item.first_row, i);
+            e.item.is_half = __shfl_sync(kFullMask, mine.item.is_half, i);
+            e.entry = __shfl_sync(kFullMask, mine.entry, i);
+            e.kv_head = mine.kv_head, e.seq_len = mine.seq_len;
+            e.number = __shfl_sync(kFullMask, mine.number, i);
+            const RingPlace place = RingPlace::at(e.number, p.stages);
+            barrier_wait(shared_address(&shared.fixed->empty[place.stage()]), place.phase() ^ 1);
+            start(e, place, lane, 32);
         }
+    }
+#endif
+
+    // Describes the item in its stage and copies it; `worker` of `workers` lanes share the copying.
+    DEVICE void start(const Errand& e, const RingPlace& place, int worker, int workers) {
+        const u32 to = shared.stages + place.stage() * p.stage_bytes;
+        const u32 barrier = shared_address(&shared.fixed->full[place.stage()]);
+        const int first_token = e.item.page * kPageTokens + e.item.first_row;
+        const bool rows = e.item.is_half || !kCoded;
+        if (worker == 0) {
+            shared.fixed->headers[place.stage()] = {first_token, rows, window_begin(p, e.seq_len), e.seq_len};
+            publish(shared_address(&shared.fixed->opened[place.stage()]), e.number);
+        }
+        const Copier copier{barrier, worker, workers};
+        const u8* sealed = p.sealed_pool + (static_cast<long long>(e.entry) * p.kv_heads + e.kv_head) * kPageBytes;
+        if (!rows) {
+            copy_codes(copier, to, sealed, e.item.first_row / kItemTokens);
+            return;
+        }
+        constexpr long long kHeadBytes = static_cast<long long>(kPageTokens) * kHalfRowBytes;
+        const u8* k = e.item.is_half
+                          ? p.open_pool + (static_cast<long long>(e.entry) * 2 * p.kv_heads + e.kv_head) * kHeadBytes
+                          : sealed;
+        const u8* v = k + (e.item.is_half ? p.kv_heads * kHeadBytes : kHeadBytes);
+        const u32 bytes = min(kHalfItemTokens, e.seq_len - first_token) * kHalfRowBytes;
+        copier.begin(2 * bytes);
+        copier.copy(to, k + e.item.first_row * kHalfRowBytes, bytes);
+        copier.copy(to + kHalfItemTokens * kHalfRowBytes, v + e.item.first_row * kHalfRowBytes, bytes);
+        copier.end();
+    }
+
+    DEVICE void copy_codes(const Copier& copier, u32 to, const u8* from, int item) {
+        constexpr u32 kParameterBytes = kKParameterBytes + kVParameterBytes;
+        constexpr u32 kBytes = kKItemBytes + kVItemBytes + kParameterBytes;
+        copier.begin(kBytes);
+        if (kItemsPerPage == 1) {
+            copier.copy(to, from, kBytes);
+        } else {
+            copier.copy(to, from + item * kKItemBytes, kKItemBytes);
+            copier.copy(to + kKItemBytes, from + kKPageBytes + item * kVItemBytes, kVItemBytes);
+            if (kParameterBytes)
+                copier.copy(to + kKItemBytes + kVItemBytes, from + kKPageBytes + kVPageBytes, kParameterBytes);
+        }
+        copier.end();
     }
 };

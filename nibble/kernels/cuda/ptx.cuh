@@ -110,6 +110,12 @@ DEVICE void overlap_launches() {
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// Makes initialised barriers visible to bulk copies.
+DEVICE void publish_barriers() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
 DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier) : "memory");
 }
@@ -133,5 +139,14 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_poll(barrier, parity)) {
     }
 }
-// A barrier among the first `threads` threads of the block, the consumers.
-DEVICE void consumers_sync(u32 threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+// A barrier of the two helper warps.
+DEVICE void helpers_sync() { asm volatile("bar.sync 1, 64;" ::: "memory"); }
+// A word that one thread changes while others watch.
+DEVICE void publish(u32 address, u32 value) {
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+DEVICE u32 observe(u32 address) {
+    u32 y;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(y) : "r"(address) : "memory");
+    return y;
+}

@@ -1,5 +1,5 @@
-// The query warp: turns the queries of a unit's group into tensor-core operands in shared memory, a unit ahead of the
-// consumers.
+// Queries: a helper warp turns the queries of a unit's group into tensor-core operands in shared memory, a unit ahead of
+// the consumers.
 //
 // Lane 4 g + j of head tile t holds head 8 t + g and of its channels 32 i + 8 j .. + 7 for every i. The channel order of a
 // contraction is free, so this is the order that lets a lane fetch queries, scales, zero points and fp16 keys 16 bytes at
@@ -20,15 +20,6 @@ DEVICE uint4 in_operand_order(int chunk, const u32 (&pairs)[4]) {
     if (chunk_channels(chunk) == 4) return make_uint4(pairs[0], pairs[1], 0, 0);
     return make_uint4(pairs[0], pairs[2], pairs[1], pairs[3]);
 }
-
-struct QueryPlace {
-    int buffer = 0;
-    u32 phase = 0;
-    DEVICE void advance() {
-        buffer ^= 1;
-        phase ^= buffer == 0;
-    }
-};
 
 DEVICE uint4* query_operands(Shared* s, int buffer, int set) {
     return s->queries[buffer] + set * (kQuerySetBytes / 16);
@@ -129,4 +120,11 @@ DEVICE void prepare_queries(const DecodeParams& p, const Unit& unit, Shared* s, 
         }
         if (j == 0) query_factors(s, buffer)[head] = make_float4(raw, coded * 16777216.0f, zero, 0);
     }
+}
+
+// Also tells the consumers.
+DEVICE void prepare_unit(const DecodeParams& p, const Unit& unit, Shared* s, int buffer, int lane) {
+    prepare_queries(p, unit, s, buffer, lane);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s->query_full[buffer]));
 }

@@ -1,6 +1,6 @@
 // The block's shared memory, carved once.
 //
-//   | unit table | splits before each sequence | barriers | item headers | queries x 2 | merge: m, l, sums | merge: O | stages |
+//   | unit table, barriers, item headers, queries x 2, merge states | merge: O | splits before each sequence | stages |
 #pragma once
 #include "config.cuh"
 #include "schedule.cuh"
@@ -24,15 +24,40 @@ struct Shared {
     u64 full[kMaxStages];
     u64 empty[kMaxStages];
     u64 query_full[kQueryBuffers];
-    u64 query_empty[kQueryBuffers];
+    u64 merge_full;
+    u64 merge_empty;
     ItemHeader headers[kMaxStages];
     uint4 queries[kQueryBuffers][kQueryBytes / 16];
-    float merge_state[kMaxConsumers][kHeadSlots][4];  // m, l, sum of p zero
+    float4 merge_states[kMaxConsumers][kHeadSlots];  // maximum, sum, sum of p zero, weight
+    float4 merge_heads[kHeadSlots];                  // factor, what to add, log-sum-exp
+    u32 opened[kMaxStages];                          // the item for which the producer has opened the stage
+    int listed_end;                                  // units listed so far; the list holds the last kUnitTable
+    u32 unused[3];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "nibble/kernels/instances.py has another idea of struct Shared");
 // Behind it: merge_out float [consumers][head slots][kMergeStride], then int splits_before[batch + 1], then the stages.
 
 DEVICE u32 round_up_128(u32 x) { return (x + 127) & ~127u; }
+
+// A place in the ring, moved forward item by item; never by more than the ring's length at once.
+struct RingPlace {
+    u32 item = 0;   // since the kernel began
+    u32 where = 0;  // stage, and the phase in bit 16
+
+    DEVICE static RingPlace at(u32 item, u32 stages) {
+        RingPlace place;
+        place.item = item;
+        place.where = item % stages | (item / stages & 1) << 16;
+        return place;
+    }
+    DEVICE int stage() const { return where & 0xffff; }
+    DEVICE u32 phase() const { return where >> 16; }
+    DEVICE void advance(int steps, int stages) {
+        item += steps;
+        where += steps;
+        if (stage() >= stages) where = where - stages ^ 0x10000;
+    }
+};
 
 struct Carved {
     Shared* fixed;
