@@ -26,11 +26,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nibble.kernels.prefill_gluon import reinterpret, start_copy, wait_for_warpgroup
 
 PAGE = gl.constexpr(64)
 BOX_COLUMNS = gl.constexpr(64)  # a TMA box is 64 tokens x 64 channels: 128-byte rows, one swizzle pattern
@@ -51,12 +52,12 @@ def start_page_copy(
         row = ((slot * 2 + tensor) * KV_HEADS + head) * PAGE
         for column in gl.static_range(COLUMN_BOXES):
             box = boxes.index(first_box + column * PAGES)
-            tma.async_copy_global_to_shared(descriptors[1], [row, column * BOX_COLUMNS], barrier, box)
+            start_copy(descriptors[1], [row, column * BOX_COLUMNS], barrier, box)
     else:
         row = ((gl.load(table + page) * 2 + tensor) * KV_HEADS + head) * PAGE
         for column in gl.static_range(COLUMN_BOXES):
             box = boxes.index(first_box + column * PAGES)
-            tma.async_copy_global_to_shared(descriptors[0], [row, column * BOX_COLUMNS], barrier, box)
+            start_copy(descriptors[0], [row, column * BOX_COLUMNS], barrier, box)
 
 
 @gluon.jit
@@ -137,7 +138,7 @@ def advance(
     mbarrier.wait(v_full.index(before), phase_before)
     acc_token = warpgroup_mma(p_operand, v_tiles.index(before), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s_token])
-    gl.thread_barrier()
+    wait_for_warpgroup()
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
         s = mask_scores(s, positions, step, warpgroup, walk, BLOCK_N, WINDOW, S_LAYOUT)
@@ -146,7 +147,7 @@ def advance(
     p = gl.exp2(s * scale - (new_max * scale)[:, None])
     row_sum = row_sum * alpha + gl.sum(p, 1)
     acc = warpgroup_mma_wait(0, deps=[acc_token])
-    gl.thread_barrier()
+    wait_for_warpgroup()
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = acc * gl.convert_layout(alpha, O_LAYOUT)[:, None]
     return gl.convert_layout(p.to(gl.float16), P_LAYOUT), new_max, row_sum, acc
@@ -200,7 +201,7 @@ def attend(
     q_tile = q_tiles.index(warpgroup)
     q_tile.store(q.to(gl.float16))
     fence_async_shared()
-    gl.thread_barrier()
+    wait_for_warpgroup()
 
     # The first tile has the diagonal: every row sees a key there, and its maximum is finite.
     positions = first + gl.arange(0, PAGE, layout=S_ROWS)
@@ -208,7 +209,7 @@ def attend(
     acc = gl.zeros([PAGE, D_PAD], gl.float32, O_LAYOUT)
     mbarrier.wait(k_full.index(0), 0)
     s = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), s_zero, use_acc=False)
-    gl.thread_barrier()
+    wait_for_warpgroup()
     mbarrier.arrive(k_empty.index(0), count=1)
     s = mask_scores(s, positions, 0, warpgroup, walk, BLOCK_N, WINDOW, S_LAYOUT)
     row_max = gl.max(s, 1)
@@ -302,8 +303,8 @@ def prefill_hopper_kernel(
     v_tiles = gl.allocate_shared_memory(gl.float16, [STAGES, PAGES * PAGE, D_PAD], TILE_LAYOUT)
     # The same memory as boxes: of a tile, first the pages of channels 0..63, then those of channels 64..127, ...
     BOX_SHAPE: gl.constexpr = [STAGES * PAGES * COLUMN_BOXES, PAGE, BOX_COLUMNS]
-    k_boxes = k_tiles._reinterpret(gl.float16, BOX_SHAPE, TILE_LAYOUT)
-    v_boxes = v_tiles._reinterpret(gl.float16, BOX_SHAPE, TILE_LAYOUT)
+    k_boxes = reinterpret(k_tiles, BOX_SHAPE, TILE_LAYOUT)
+    v_boxes = reinterpret(v_tiles, BOX_SHAPE, TILE_LAYOUT)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
