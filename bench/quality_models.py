@@ -85,7 +85,7 @@ def load_subject(name: str, device: str) -> Subject:
         return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     texts = {which: encode(text) for which, text in read_texts().items()}
-    return Subject(name, load_model(source, "float32").to(device), texts)  # type: ignore[arg-type]
+    return Subject(name, load_model(source, "float32").to(device), texts)
 
 
 def read_texts() -> dict[str, str]:

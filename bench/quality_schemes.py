@@ -24,8 +24,8 @@ PAGES = PagePolicy(1, 1)
 @dataclass(frozen=True)
 class TensorScheme:
     """bits: 4 to 8, 16. scale: of SCALES. basis: of `quality_statistics.BASES`. clip: half the range of a static
-    format in standard deviations, None for minimum and maximum. feedback: rounding that makes up for the errors of the channels
-    before (K per page only). wide: channels with a large bias are kept at 8 bits (K per page only)."""
+    format in standard deviations, None for minimum and maximum. feedback: rounding that makes up for the errors of the
+    channels before (K per page only). wide: channels with a large bias are kept at 8 bits (K per page only)."""
 
     bits: int = 16
     scale: str = "none"

@@ -41,13 +41,15 @@ def reference_attention(
     softmax_scale: float,
     scales: LayerScales | None = None,
     sliding_window: int | None = None,
+    key_offset: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> AttentionOutput:
     """Attention of the last queries of one sequence over its cache.
 
     q: [queries, q_heads, head_dim], the last `queries` positions of the sequence. k, v: fp16
     [tokens, kv_heads, head_dim], the whole sequence, K after RoPE, V rotated when the format says so. q_heads is a
-    multiple of kv_heads. Computed in `dtype`.
+    multiple of kv_heads. key_offset: what stored K lacks and every reader adds, [tokens, kv_heads, head_dim] (see
+    `nibble.key_transform`). Computed in `dtype`.
     """
     num_tokens, num_kv_heads, _ = k.shape
     positions = torch.arange(num_tokens)
@@ -56,12 +58,15 @@ def reference_attention(
     visible = may_attend(query_positions, positions, sliding_window)
     k_sealed, v_sealed = sealed_view(k, v, fmt, scales or LayerScales())
 
+    k_open = k.to(dtype)
+    if key_offset is not None:
+        k_open, k_sealed = k_open + key_offset.to(dtype), k_sealed.to(dtype) + key_offset.to(dtype)
     outs, log_sums = [], []
     group = q.shape[1] // num_kv_heads
     for head in range(q.shape[1]):
         kv_head = head // group
         query = q[:, head].to(dtype)
-        scores = torch.where(fp16_mask, query @ k[:, kv_head].to(dtype).T, query @ k_sealed[:, kv_head].to(dtype).T)
+        scores = torch.where(fp16_mask, query @ k_open[:, kv_head].T, query @ k_sealed[:, kv_head].to(dtype).T)
         scores = (scores * softmax_scale).masked_fill(~visible, -torch.inf)
         p = scores.softmax(-1)
         out = (p * fp16_mask) @ v[:, kv_head].to(dtype) + (p * ~fp16_mask) @ v_sealed[:, kv_head].to(dtype)

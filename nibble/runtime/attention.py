@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from nibble.errors import NibbleError
+from nibble.key_transform import KeyTransform
 from nibble.runtime.step import Step
 
 ATTENTION = "nibble"
@@ -42,6 +43,7 @@ def cached_attention(
     scaling: float,
     step: Step | None = None,
     backend: AttentionBackend | None = None,
+    key_transforms: dict[int, KeyTransform] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -55,6 +57,9 @@ def cached_attention(
         raise NibbleError(f"{name} uses soft-capped scores or attention sinks in its weights, which are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    transform = (key_transforms or {}).get(layer)
+    if transform is not None:
+        q, k = transform.read(q), transform.store(k)
     backend.append(layer, k, v, step)
     backend.seal(layer, step)
     return backend.attend(layer, q, step, scaling, sliding_window)[None], None

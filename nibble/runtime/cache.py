@@ -15,6 +15,7 @@ import torch
 
 from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat, SealedPageLayout, open_page_bytes
+from nibble.key_transform import KeyTransform
 from nibble.reference import LayerScales
 from nibble.runtime.request import EngineLimits
 from nibble.visibility import PagePolicy
@@ -22,13 +23,17 @@ from nibble.visibility import PagePolicy
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache must hold: one format for each layer, in one page rule. scales: for layers with static formats."""
+    """What a cache must hold: one format for each layer, in one page rule.
+
+    scales: for layers with static formats. key_transforms: for layers whose K is not stored as it is.
+    """
 
     formats: tuple[KVFormat, ...]
     num_kv_heads: int
     head_dim: int
     policy: PagePolicy
     scales: dict[int, LayerScales] = field(default_factory=dict)
+    key_transforms: dict[int, KeyTransform] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for layer, fmt in enumerate(self.formats):
@@ -100,3 +105,8 @@ class CacheStorage:
 
     def scales(self, layer: int) -> LayerScales:
         return self.spec.scales.get(layer, LayerScales())
+
+    def key_offset(self, layer: int, positions: torch.Tensor) -> torch.Tensor | None:
+        """What stored K lacks at `positions`, float32 [tokens, kv_heads, head_dim]; None for layers stored whole."""
+        transform = self.spec.key_transforms.get(layer)
+        return None if transform is None else transform.offset(positions)

@@ -22,7 +22,8 @@ class CpuBackend:
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, step: Step) -> None:
         pages = self.storage.open[layer]
         page, offset = step.open_page_of_token, step.positions[0] % PAGE_TOKENS
-        pages[page, 0, :, offset] = k.half()
+        bias = self.storage.key_offset(layer, step.positions[0])
+        pages[page, 0, :, offset] = (k if bias is None else k.float() - bias).half()
         pages[page, 1, :, offset] = v.half()
 
     def seal(self, layer: int, step: Step) -> None:
@@ -59,4 +60,5 @@ class CpuBackend:
             unseal_into(k, v, sealed, storage.layouts[layer], scales.k, scales.v)
         both[:, :, num_sealed:] = storage.open[layer].index_select(0, span.open_ids).permute(1, 2, 0, 3, 4)
         k, v = both.flatten(2, 3)[:, :, : len(span.key_positions)]
-        return k, v
+        bias = storage.key_offset(layer, span.key_positions)
+        return (k if bias is None else k + bias.transpose(0, 1)), v

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS
+from nibble.key_transform import read_key_transforms
 from nibble.manifest import TOKENIZER_DIR, Manifest, read_manifest
 from nibble.models import load_model, load_tokenizer
 from nibble.runtime.cache import CacheSpec
@@ -37,4 +38,5 @@ def _cache_spec(engine_dir: Path, manifest: Manifest, kv_name: str) -> CacheSpec
     built = manifest.layer_formats()
     formats = built if kv_name == manifest.kv.recipe.name else [FORMATS[kv_name]] * model.num_layers
     scales = dict(enumerate(read_static_scales(engine_dir, formats)))
-    return CacheSpec(tuple(formats), model.num_kv_heads, model.head_dim, policy, scales)
+    transforms = {} if kv_name in FALLBACKS else read_key_transforms(engine_dir)
+    return CacheSpec(tuple(formats), model.num_kv_heads, model.head_dim, policy, scales, transforms)

@@ -28,6 +28,8 @@ class ModelRunner:
         model.set_attn_implementation(ATTENTION)
         self.model = model
         self.backend = backend
+        transforms = {layer: transform.to(model.device) for layer, transform in spec.key_transforms.items()}
+        self.key_transforms = transforms
 
     @torch.inference_mode()
     def logits(self, step: Step, rows: torch.Tensor) -> torch.Tensor:
@@ -39,6 +41,7 @@ class ModelRunner:
             logits_to_keep=rows,
             step=step,
             backend=self.backend,
+            key_transforms=self.key_transforms,
         )
         return output.logits[0].float()
 

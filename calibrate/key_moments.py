@@ -1,0 +1,94 @@
+"""What the balanced rotation of K needs to know of a model: how K spreads within a page, and what Q reads it with.
+
+Windows of calibration prompts run through the model once, at offsets spread over all its positions: attention does not
+change (RoPE is relative), but Q and K are seen at every angle that RoPE will ever give them. The first page is left
+out, since sinks stay in fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from nibble.balance import BasisChange, balanced_rotation
+from nibble.errors import NibbleError
+from nibble.formats import PAGE_TOKENS
+
+NAME = "nibble-key-moments"
+WINDOW_TOKENS = 1024
+FEWEST_TOKENS = 4 * PAGE_TOKENS
+
+
+@dataclass
+class LayerMoments:
+    """Sums over tokens, float64 [num_kv_heads, head_dim, head_dim]: k about its page's mean, q about zero."""
+
+    k: torch.Tensor
+    q: torch.Tensor
+
+    def add(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        """query [1, q_heads, tokens, D], key [1, kv_heads, tokens, D], both after RoPE."""
+        full = key.shape[2] // PAGE_TOKENS * PAGE_TOKENS
+        pages = key[0, :, PAGE_TOKENS:full].double().unflatten(1, (-1, PAGE_TOKENS))
+        centred = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
+        readers = query[0, :, PAGE_TOKENS:].double().unflatten(0, (key.shape[1], -1)).flatten(1, 2)
+        self.k = self.k + centred.mT @ centred
+        self.q = self.q + readers.mT @ readers
+
+
+def balance_keys(model: PreTrainedModel, windows: torch.Tensor, positions: int) -> list[BasisChange]:
+    """The basis of each layer's K, on the CPU.
+
+    windows: int64 [windows, tokens]; positions: how far offsets reach. Changes the model's attention function back when
+    done. Raises NibbleError naming the layer: NaN, Inf or a head without variance, or windows that are too short.
+    """
+    moments = collect_moments(model, windows, positions)
+    bases = []
+    for layer, found in enumerate(moments):
+        try:
+            basis = balanced_rotation(found.k.cpu(), found.q.cpu())
+        except NibbleError as error:
+            raise NibbleError(f"layer {layer} K: {error}") from error
+        bases.append(basis)
+    return bases
+
+
+@torch.inference_mode()
+def collect_moments(model: PreTrainedModel, windows: torch.Tensor, positions: int) -> list[LayerMoments]:
+    """The moments of each layer."""
+    count, length = windows.shape
+    if length < FEWEST_TOKENS:
+        raise NibbleError(f"balancing K: got windows of {length} tokens, allowed {FEWEST_TOKENS} or more")
+    moments: dict[int, LayerMoments] = {}
+
+    def attention(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
+    ) -> Any:
+        zero = torch.zeros((), dtype=torch.float64, device=key.device)
+        moments.setdefault(int(module.layer_idx), LayerMoments(zero, zero)).add(query, key)  # type: ignore[arg-type]
+        return sdpa_attention_forward(module, query, key, value, *arguments, **options)
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    for window, offset in zip(windows, _offsets(count, positions - length), strict=True):
+        at = offset + torch.arange(length, device=model.device)
+        model.base_model(window[None].to(model.device), position_ids=at[None], use_cache=False)
+    model.set_attn_implementation(before)
+    missing = set(range(model.config.num_hidden_layers)) - set(moments)
+    if missing:
+        raise NibbleError(f"balancing K: layer {min(missing)}: its attention was never called")
+    return [moments[layer] for layer in range(model.config.num_hidden_layers)]
+
+
+def _offsets(count: int, furthest: int) -> Iterator[int]:
+    """`count` positions from 0 to `furthest`, evenly spread."""
+    return (max(0, furthest) * index // max(1, count - 1) for index in range(count))
