@@ -1,7 +1,7 @@
 # Every target is one command. `make` lists them; a variable reaches its stage only when it is set.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-model test-triton lint format models formats calibrate engine serve chat \
-	eval clean clean-engines clean-venv
+	eval quality-report clean clean-engines clean-venv
 
 PY := .venv/bin/python
 # $(call opt,MODEL,--model) is empty, or --model and the value of MODEL.
@@ -41,8 +41,9 @@ models: setup ## list what MODEL= may name
 formats: setup ## list what KV= may name
 	@$(PY) -m build.list formats
 
-calibrate: setup ## ranges of K and V (MODEL= PROMPTS= N= SEED=)
-	@$(PY) -m calibrate.run $(call opt,MODEL,--model) $(call opt,PROMPTS,--prompts) $(call opt,N,--n) $(call opt,SEED,--seed)
+calibrate: setup ## ranges of K and V; with SEARCH=1 the mix of formats too (MODEL= PROMPTS= N= SEED= SEARCH=1)
+	@$(PY) -m calibrate.run $(call opt,MODEL,--model) $(call opt,PROMPTS,--prompts) $(call opt,N,--n) $(call opt,SEED,--seed) \
+		$(if $(SEARCH),--search)
 
 engine: setup ## build an engine (MODEL= KV= HOST= CONTEXT= BATCH=)
 	@$(PY) -m build.run $(ENGINE) $(call opt,HOST,--host) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch)
@@ -56,6 +57,9 @@ chat: setup ## talk to a running server (PORT=)
 
 eval: setup ## compare an engine with its fp16 twin (MODEL= KV= QUICK=1)
 	@$(PY) -m eval.run $(ENGINE) $(if $(QUICK),--quick)
+
+quality-report: setup ## write docs/results.md from the records of bench/results
+	@$(PY) -m bench.quality_report
 
 clean: ## remove the caches of Python and the linters
 	@bash scripts/clean.sh caches

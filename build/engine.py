@@ -17,31 +17,53 @@ from typing import Any
 from rich.console import Console
 from safetensors.torch import save_file
 
+from build.key_basis import BASIS_REASON, find_key_transforms, stored_pages
+from build.layer_plan import LayerPlan, asked_formats, plan_layers
+from build.preflight import Preflight, preflight_table, require_flyable, run_preflight
 from nibble import atomic
 from nibble.calibration import Calibration
 from nibble.errors import NibbleError
-from nibble.formats import PAGE_TOKENS, KVFormat, SealedPageLayout
+from nibble.formats import PAGE_TOKENS, KVFormat
 from nibble.hashing import file_sha256, files_sha256, json_sha256
+from nibble.key_transform import read_key_transforms, write_key_transforms
+from nibble.layer_mix import LayerMix
 from nibble.manifest import SCHEMA, TOKENIZER_DIR, Manifest, compute_engine_hash, read_manifest, write_manifest
-from nibble.models import SourceHashes, hash_source, read_shape, tokenizer_files
+from nibble.models import SourceHashes, hash_source, read_config, read_shape, tokenizer_files
 from nibble.paths import REPOSITORY_ROOT, engine_dir, engines_root
-from nibble.recipes import KVRecipe, ModelRecipe, ServeRecipe
+from nibble.recipes import KVRecipe, ModelRecipe, ServeRecipe, TensorRecipe
 from nibble.static_scales import STATIC_FILE, read_static_scales
 from nibble.strict_yaml import validate
 from nibble.versions import versions
+from nibble.visibility import PagePolicy
 
-CODE_OF_BYTES = ("build/*.py", "nibble/formats.py", "nibble/packing.py", "nibble/quantizer.py", "nibble/rotation.py")
+CODE_OF_BYTES = (
+    "build/*.py",
+    *(f"nibble/{name}.py" for name in ("balance", "formats", "key_transform", "packing", "quantizer", "rotation")),
+)
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What to build. source: the model's folder. calibration: None for formats that need none."""
+    """What to build. source: the model's folder. calibration: None for formats that need none.
+
+    mix: the formats that a search chose, in place of the recipe's one.
+    """
 
     model: ModelRecipe
     kv: KVRecipe
     limits: ServeRecipe
     source: Path
     calibration: Calibration | None
+    mix: LayerMix | None = None
+
+    @property
+    def recipe(self) -> KVRecipe:
+        """The KV recipe with the pages that the search chose."""
+        return self.mix.recipe if self.mix else self.kv
+
+    @property
+    def policy(self) -> PagePolicy:
+        return self.recipe.policy
 
     @property
     def target(self) -> Path:
@@ -49,7 +71,8 @@ class BuildRequest:
 
 
 def build_engine(request: BuildRequest, console: Console, force: bool = False) -> Manifest:
-    """Make (or find) the engine of a request. Raises NibbleError; then nothing of it is left behind."""
+    """Make (or find) the engine of a request, after its pre-flight. Raises NibbleError; then nothing is left behind."""
+    preflight = _fly(request, console)
     with atomic.exclusive(request.target, console.print):
         key = _build_key(request)
         found = None if force else _find_current(request.target, key)
@@ -57,8 +80,21 @@ def build_engine(request: BuildRequest, console: Console, force: bool = False) -
             console.print(f"engine {request.model.name} {request.kv.name} is up to date: {request.target}")
             return found
         with atomic.new_directory(request.target) as workspace:
-            _write_engine(request, key, workspace, console)
+            _write_engine(request, key, preflight, workspace, console)
         return read_manifest(request.target)
+
+
+def _fly(request: BuildRequest, console: Console) -> Preflight:
+    """The pre-flight, printed. Raises NibbleError when it refuses the model."""
+    from build.calibration import calibration_at_hand
+
+    config = read_config(request.source)
+    formats = asked_formats(request.kv, request.mix, int(config.get("num_hidden_layers", 0)))
+    known = request.calibration or calibration_at_hand(request.model, request.source)
+    preflight = run_preflight(request.source, formats, known, request.limits.max_context)
+    console.print(preflight_table(preflight, request.model.name))
+    require_flyable(preflight, request.model.name)
+    return preflight
 
 
 def _find_current(folder: Path, key: str) -> Manifest | None:
@@ -78,21 +114,24 @@ def _build_key(request: BuildRequest) -> str:
         "recipes": [recipe.model_dump() for recipe in (request.model, request.kv, request.limits)],
         "source": asdict(hash_source(request.source)),
         "calibration": request.calibration.sha256 if request.calibration else None,
+        "search": request.mix.sha256 if request.mix else None,
         "code": files_sha256(code),
         "versions": versions(),
     }
     return json_sha256(inputs)
 
 
-def _write_engine(request: BuildRequest, key: str, folder: Path, console: Console) -> None:
+def _write_engine(request: BuildRequest, key: str, preflight: Preflight, folder: Path, console: Console) -> None:
     shape = read_shape(request.source)
-    formats = [request.kv.format] * shape.num_layers
-    SealedPageLayout(request.kv.format, shape.head_dim)  # refuses head sizes that pages can't hold
+    plans = plan_layers(request.kv, request.mix, shape.num_layers, request.calibration, preflight)
+    formats = [plan.fmt for plan in plans]
     _copy_tokenizer(request.source, folder / TOKENIZER_DIR)
-    if request.kv.format.needs_calibration:
+    if any(fmt.needs_calibration for fmt in formats):
         _write_static_scales(request, formats, folder)
-    layers = _check_layers(request, formats, folder, console)
+    write_key_transforms(folder, find_key_transforms(request.source, request.model, formats, console))
+    layers = _check_layers(request, plans, folder, console)
     content = _content(request, key, layers, _hash_files(folder))
+    content["preflight"] = preflight.entry.model_dump()
     content["engine_hash"] = compute_engine_hash(content)
     write_manifest(folder, validate(Manifest, content, str(folder)))
     read_manifest(folder)
@@ -115,37 +154,28 @@ def _write_static_scales(request: BuildRequest, formats: list[KVFormat], folder:
 
 
 def _check_layers(
-    request: BuildRequest, formats: list[KVFormat], folder: Path, console: Console
+    request: BuildRequest, plans: list[LayerPlan], folder: Path, console: Console
 ) -> list[dict[str, Any]]:
     """Read back what was written and round-trip real pages of every layer; the manifest's entries."""
     from build.real_pages import capture_pages
     from build.self_check import check_layer, measure_bytes_per_token, measure_fp16_bytes_per_token
 
-    scales = read_static_scales(folder, formats)
+    scales = read_static_scales(folder, [plan.fmt for plan in plans])
+    transforms = read_key_transforms(folder)
     with console.status("self-check: real K and V through every layer"):
-        pages = capture_pages(request.source, request.model, request.kv.policy)
+        captured = capture_pages(request.source, request.model, request.policy)
+        pages = [stored_pages(layer, transforms.get(index)) for index, layer in enumerate(captured)]
         return [
             {
                 "index": index,
-                "format": _format_entry(request.kv),
-                "why": explain(request),
-                "bytes_per_token": measure_bytes_per_token(pages[index], fmt, scales[index]),
+                "format": _format_entry(plan.fmt),
+                "why": "; ".join([plan.why, *([BASIS_REASON] if index in transforms else [])]),
+                "bytes_per_token": measure_bytes_per_token(pages[index], plan.fmt, scales[index]),
                 "bytes_per_token_fp16": measure_fp16_bytes_per_token(pages[index]),
-                "roundtrip": check_layer(index, pages[index], fmt, scales[index]).model_dump(),
+                "roundtrip": check_layer(index, pages[index], plan.fmt, scales[index]).model_dump(),
             }
-            for index, fmt in enumerate(formats)
+            for index, plan in enumerate(plans)
         ]
-
-
-def explain(request: BuildRequest) -> str:
-    """Why a layer has its format, and what that asks of the runtime."""
-    reasons = [f"recipe {request.kv.name} gives every layer this format"]
-    if request.kv.v.rotated:
-        reasons.append("V is rotated: the Hadamard matrix is folded into v_proj and o_proj when the weights are loaded")
-    if request.calibration is not None:
-        reasons.append(f"scale and zero point of each channel come from calibration ({STATIC_FILE})")
-        reasons.append(f"calibrated on positions 0 to {request.calibration.longest_prompt - 1}")
-    return "; ".join(reasons)
 
 
 def short_calibration(request: BuildRequest) -> str | None:
@@ -162,8 +192,8 @@ def short_calibration(request: BuildRequest) -> str | None:
     )
 
 
-def _format_entry(kv: KVRecipe) -> dict[str, Any]:
-    return {"k": kv.k.model_dump(), "v": kv.v.model_dump()}
+def _format_entry(fmt: KVFormat) -> dict[str, Any]:
+    return {"k": TensorRecipe.of(fmt.k).model_dump(), "v": TensorRecipe.of(fmt.v).model_dump()}
 
 
 def _content(request: BuildRequest, key: str, layers: list[dict[str, Any]], files: dict[str, str]) -> dict[str, Any]:
@@ -173,17 +203,20 @@ def _content(request: BuildRequest, key: str, layers: list[dict[str, Any]], file
         "build_key": key,
         "host": "native",
         "model": _model_entry(request, hash_source(request.source)),
-        "kv": {"recipe": request.kv.model_dump(), "format": _format_entry(request.kv)},
+        "kv": {"recipe": request.recipe.model_dump(), "format": _format_entry(request.kv.format)},
         "policy": {
-            "sink_pages": request.kv.sink_pages,
-            "recent_pages": request.kv.recent_pages,
+            "sink_pages": request.policy.sink_pages,
+            "recent_pages": request.policy.recent_pages,
             "page_tokens": PAGE_TOKENS,
         },
         "layers": layers,
         "bytes_per_token": sum(layer["bytes_per_token"] for layer in layers),
         "bytes_per_token_fp16": sum(layer["bytes_per_token_fp16"] for layer in layers),
         "limits": request.limits.model_dump(),
-        "calibration": {"sha256": request.calibration.sha256 if request.calibration else None},
+        "calibration": {
+            "sha256": request.calibration.sha256 if request.calibration else None,
+            "search_sha256": request.mix.sha256 if request.mix else None,
+        },
         "files": files,
         "versions": versions(),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

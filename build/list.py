@@ -43,12 +43,18 @@ def format_table(head_dim: int) -> Table:
     table = Table(title=f"KV= and bytes per sealed token and KV head at head size {head_dim}", title_justify="left")
     for heading in ("format", "K", "V", "sink, recent", "bytes", "ratio"):
         table.add_column(heading)
-    recipes = [load_kv_recipe(name) for name in recipe_names("kv")]
+    every = [load_kv_recipe(name) for name in recipe_names("kv")]
+    recipes = [recipe for recipe in every if recipe.search is None]
     sizes = {recipe.name: SealedPageLayout(recipe.format, head_dim).bytes_per_token for recipe in recipes}
     for recipe in sorted(recipes, key=lambda recipe: -sizes[recipe.name]):
         pages = f"{recipe.sink_pages}, {recipe.recent_pages}"
         size, ratio = f"{sizes[recipe.name]:g}", f"{sizes['fp16'] / sizes[recipe.name]:.2f}"
         table.add_row(recipe.name, _in_words(recipe.k), _in_words(recipe.v), pages, size, ratio)
+    for recipe in every:
+        if recipe.search is not None:
+            table.add_row(
+                recipe.name, "searched", "searched", "searched", "by layer", f"KL ≤ {recipe.search.kl_budget:g}"
+            )
     return table
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from build.calibration import find_calibration
 from build.engine import BuildRequest, build_engine, short_calibration
+from build.layer_plan import find_mix
 from nibble.errors import NibbleError
 from nibble.manifest import Manifest
 from nibble.models import read_shape, resolve_source
@@ -26,7 +27,8 @@ def main() -> None:
     model, kv = load_model_recipe(arguments.model), load_kv_recipe(arguments.kv)
     source = resolve_source(model)
     limits = make_limits(model, read_shape(source).max_positions, arguments.context, arguments.batch)
-    request = BuildRequest(model, kv, limits, source, find_calibration(model, kv, source, console))
+    mix = find_mix(model, kv, source, console)
+    request = BuildRequest(model, kv, limits, source, find_calibration(model, kv, source, console, mix), mix)
     if warning := short_calibration(request):
         console.print(f"[yellow]warning:[/] {warning}")
     _print_summary(build_engine(request, console, arguments.force))
@@ -58,6 +60,8 @@ def _print_summary(manifest: Manifest) -> None:
     table = Table(show_header=False, box=None)
     table.add_row("engine", str(engine_dir(manifest.model.name, manifest.kv.recipe.name)))
     table.add_row("cache", f"{manifest.bytes_per_token:g} bytes per sealed token, {ratio:.2f} times smaller than fp16")
+    mix = ", ".join(f"{count} × {name}" for name, count in manifest.layers_by_format.items())
+    table.add_row("layers", f"{mix}; {manifest.policy.sink_pages} sink and {manifest.policy.recent_pages} recent pages")
     table.add_row("round trip", f"worst K layer {worst.index}: {worst.roundtrip.k_relative_error:.2%} off")
     table.add_row("hash", manifest.engine_hash[:16])
     console.print(table)

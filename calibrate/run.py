@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from calibrate.pipeline import CalibrationRequest, calibrate
+from nibble.calibration import Calibration
 from nibble.errors import NibbleError
 from nibble.paths import REPOSITORY_ROOT, calibration_dir
-from nibble.recipes import ModelRecipe, load_model_recipe
+from nibble.recipes import ModelRecipe, load_kv_recipe, load_model_recipe, override
 from nibble.stage import run_stage
+
+if TYPE_CHECKING:
+    from calibrate.search import SearchRequest
 
 SHIPPED_PROMPTS = REPOSITORY_ROOT / "calibrate" / "prompts" / "prompts.jsonl"
 DEFAULT_COUNT = 64
@@ -41,7 +46,28 @@ def main() -> None:
         out=arguments.out or calibration_dir(recipe.name),
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill saves its state too
-    calibrate(request, force=arguments.force)
+    calibration = calibrate(request, force=arguments.force)
+    if arguments.search:
+        from calibrate.search import search_formats
+
+        search_formats(search_request(request, calibration, arguments), force=arguments.force)
+
+
+def search_request(
+    request: CalibrationRequest, calibration: Calibration, arguments: argparse.Namespace
+) -> SearchRequest:
+    """The format search that belongs to a calibration: same model, prompts, seed and folder."""
+    from calibrate.search import SearchRequest
+
+    kv = load_kv_recipe(arguments.kv)
+    if kv.search is None:
+        raise NibbleError(
+            f"--kv: got {kv.name}, whose recipe has no key search; allowed mixed, or a recipe file with one"
+        )
+    changes = {name: getattr(arguments, name) for name in ("kl_budget", "windows", "held_out", "window_tokens")}
+    search = override(kv.search, changes, f"search of KV recipe {kv.name}")
+    kv = kv.model_copy(update={"search": search})
+    return SearchRequest(request.recipe, kv, request.prompts, request.seed, calibration, request.out)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="which prompts are drawn (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="of a prompt (default %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the result (default engines/<model>/calibration)")
+    parser.add_argument("--search", action="store_true", help="then search the cheapest mix of formats")
+    parser.add_argument("--kv", default="mixed", help="search: the KV recipe with its settings (default %(default)s)")
+    parser.add_argument("--kl-budget", type=float, help="search: nats a token, instead of the recipe's")
+    parser.add_argument("--windows", type=int, help="search: windows to choose on, instead of the recipe's")
+    parser.add_argument("--held-out", type=int, help="search: windows to verify on, instead of the recipe's")
+    parser.add_argument("--window-tokens", type=int, help="search: tokens of a window, instead of the recipe's")
     parser.add_argument("--force", action="store_true", help="calibrate again even when up to date")
     return parser
 

@@ -9,6 +9,7 @@ format, and the files beside the manifest. Dates, versions and the server's limi
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from pydantic import Field
 
 from nibble import atomic
 from nibble.errors import NibbleError
-from nibble.formats import KVFormat
+from nibble.formats import FORMATS, KVFormat
 from nibble.hashing import file_sha256, files_sha256, json_sha256
 from nibble.recipes import KVRecipe, ModelRecipe, ServeRecipe, TensorRecipe
 from nibble.strict_yaml import StrictModel, validate
@@ -87,10 +88,31 @@ class LayerEntry(StrictModel):
     roundtrip: RoundTrip
 
 
+class FindingEntry(StrictModel):
+    """One thing that the pre-flight looked at: what it found, what is done about it, which layers it hits."""
+
+    check: str
+    got: str
+    verdict: Literal["safe", "mitigate", "refuse"]
+    action: str
+    layers: list[int]
+
+
+class PreflightEntry(StrictModel):
+    """What the pre-flight said before the build; its verdict is that of the worst finding."""
+
+    verdict: Literal["safe", "mitigate", "refuse"]
+    findings: list[FindingEntry]
+
+
 class CalibrationEntry(StrictModel):
-    """The calibration that static scales came from; sha256 of kv_scales.safetensors, None when none was needed."""
+    """The calibration that static scales came from, and the format search that chose the layers' formats.
+
+    sha256: of kv_scales.safetensors; search_sha256: of search.json; None when there was no need of it.
+    """
 
     sha256: str | None
+    search_sha256: str | None = None
 
 
 class Manifest(StrictModel):
@@ -111,14 +133,25 @@ class Manifest(StrictModel):
     bytes_per_token_fp16: float
     limits: ServeRecipe
     calibration: CalibrationEntry
+    preflight: PreflightEntry | None = None
     files: dict[str, str]
     versions: dict[str, str]
     created: str
 
     def layer_formats(self) -> list[KVFormat]:
-        """The format of each layer, in order."""
-        name = self.kv.recipe.name
-        return [KVFormat(name, layer.format.k.format, layer.format.v.format) for layer in self.layers]
+        """The format of each layer, in order. A layer that differs from the recipe has the name of a shipped format."""
+        return [self._named(layer.format) for layer in self.layers]
+
+    @property
+    def layers_by_format(self) -> dict[str, int]:
+        """How many layers have each format, the most frequent first."""
+        return dict(Counter(fmt.name for fmt in self.layer_formats()).most_common())
+
+    def _named(self, layer: LayerFormat) -> KVFormat:
+        k, v = layer.k.format, layer.v.format
+        shipped = next((fmt for fmt in FORMATS.values() if (fmt.k, fmt.v) == (k, v)), None)
+        own = self.kv.recipe.search is None and layer == self.kv.format
+        return shipped if shipped is not None and not own else KVFormat(self.kv.recipe.name, k, v)
 
     def source_folder(self, engine_dir: Path) -> Path:
         """The Hugging Face folder of the model. Raises NibbleError when it is gone or its config changed."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nibble.architecture import find_refusal
 from nibble.errors import NibbleError
 from nibble.gguf_source import convert_wheel
 from nibble.hashing import file_sha256, files_sha256
@@ -117,7 +118,10 @@ def read_config(source: Path) -> dict[str, Any]:
 
 def check_family(source: Path) -> None:
     """NibbleError unless the folder's model is of a family that the runtime knows and holds safetensors."""
-    family = read_config(source).get("model_type")
+    config = read_config(source)
+    if refusal := find_refusal(config):
+        raise NibbleError(f"pre-flight refuses model {source}: {refusal}")
+    family = config.get("model_type")
     if family not in SUPPORTED_FAMILIES:
         raise NibbleError(
             f"model {source}: config.json says model_type {family!r}; supported: {', '.join(SUPPORTED_FAMILIES)}"

@@ -57,15 +57,39 @@ class TensorRecipe(StrictModel):
     def format(self) -> TensorFormat:
         return TensorFormat(self.bits, ScaleKind(self.scale), self.rotated)
 
+    @classmethod
+    def of(cls, fmt: TensorFormat) -> TensorRecipe:
+        """The recipe that stands for a format."""
+        return cls.model_validate({name: getattr(fmt, name) for name in cls.model_fields}, strict=False)
+
+
+class SearchRecipe(StrictModel):
+    """How the format search chooses each layer's format (`make calibrate SEARCH=1`).
+
+    kl_budget: nats a token, mean over a window, against the fp16 cache. formats: candidates, names of shipped formats.
+    sink_pages, recent_pages: candidates. windows, held_out: windows of `window_tokens` of calibration text to choose on
+    and to verify on. context_tokens: the length at which fp16 pages are counted into the bytes per token.
+    """
+
+    kl_budget: Annotated[float, Field(ge=1e-6, le=1.0)]
+    formats: Annotated[list[str], Field(min_length=1)]
+    sink_pages: Annotated[list[Pages], Field(min_length=1)]
+    recent_pages: Annotated[list[Pages], Field(min_length=1)]
+    windows: Annotated[int, Field(ge=1, le=256)]
+    held_out: Annotated[int, Field(ge=1, le=256)]
+    window_tokens: Annotated[int, Field(ge=256, le=1 << 17)]
+    context_tokens: Tokens
+
 
 class KVRecipe(StrictModel):
-    """A KV format and its page policy."""
+    """A KV format and its page policy. search: the format search replaces both by what it finds (`KV=mixed`)."""
 
     name: Name
     k: TensorRecipe
     v: TensorRecipe
     sink_pages: Pages
     recent_pages: Pages
+    search: SearchRecipe | None = None
 
     @property
     def format(self) -> KVFormat:
@@ -88,6 +112,7 @@ class ServeRecipe(StrictModel):
 
 
 Recipe = TypeVar("Recipe", ModelRecipe, KVRecipe, ServeRecipe)
+Strict = TypeVar("Strict", bound=StrictModel)
 
 
 def load_model_recipe(model: str, **overrides: Any) -> ModelRecipe:
@@ -134,7 +159,7 @@ def _load(model: type[Recipe], kind: str, name: str, overrides: dict[str, Any]) 
     recipe = validate(model, read_mapping(path), str(path))
     if recipe.name != path.stem:
         raise NibbleError(f"{path}: key name: got {recipe.name!r}, allowed {path.stem!r} (the file's name)")
-    return _override(recipe, overrides)
+    return override(recipe, overrides, f"override of recipe {recipe.name}")
 
 
 def _recipe_file(kind: str, name: str) -> Path:
@@ -148,11 +173,12 @@ def _recipe_file(kind: str, name: str) -> Path:
     )
 
 
-def _override(recipe: Recipe, overrides: dict[str, Any]) -> Recipe:
+def override(recipe: Strict, overrides: dict[str, Any], origin: str) -> Strict:
+    """The recipe with some values replaced; None means not given. NibbleError names `origin` and the wrong key."""
     given = {key: value for key, value in overrides.items() if value is not None}
     if not given:
         return recipe
-    return validate(type(recipe), {**recipe.model_dump(), **given}, f"override of recipe {recipe.name}")
+    return validate(type(recipe), {**recipe.model_dump(), **given}, origin)
 
 
 def _default_model_recipe(name: str, source: str, overrides: dict[str, Any]) -> ModelRecipe:
@@ -163,7 +189,7 @@ def _default_model_recipe(name: str, source: str, overrides: dict[str, Any]) -> 
         "tensor_parallel": 1,
         "max_context": DEFAULT_MAX_CONTEXT,
     }
-    return _override(validate(ModelRecipe, values, f"model {source}"), overrides)
+    return override(validate(ModelRecipe, values, f"model {source}"), overrides, f"override of recipe {name}")
 
 
 def _slug(name: str) -> str:

@@ -7,9 +7,10 @@ BEGIN {
 END {
     print "\nVariables (make engine MODEL=smollm2-135m KV=int4):"
     print "  MODEL        a recipe of recipes/models, a folder with a Hugging Face model, or a hub id"
-    print "  KV           a recipe of recipes/kv: fp16 int8 k8v4 int4 int8-static int4-static"
+    print "  KV           a recipe of recipes/kv: fp16 int8 k8v4 int4 int8-static int4-static mixed"
     print "  PROMPTS      calibration prompts: file.jsonl, file.txt or a hub data set"
     print "  N, SEED      how many prompts, and which"
+    print "  SEARCH       1: measure each format in each layer and choose the mix that KV=mixed builds"
     print "  HOST         native (default) or trtllm"
     print "  CONTEXT      longest sequence, in tokens"
     print "  BATCH        sequences at once"

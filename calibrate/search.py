@@ -1,0 +1,337 @@
+"""The format search: the cheapest mix of formats, layer by layer, under a KL budget.
+
+1. Each format in each layer alone, all others fp16: KL of the model's output on calibration text.
+2. Each page policy, with every layer in the recipe's own format.
+3. The best mix of every size (`search_choose`), and of those the cheapest within the budget.
+4. That mix, really measured, on other prompts; when the sum of step 1 was wrong, the choice is corrected and measured
+   again.
+
+Writes search.json and search.svg beside the calibration. The same model, prompts, seed and recipe give the same choice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from safetensors.torch import save_file
+
+from calibrate.prompt_set import load_prompt_set
+from calibrate.search_choose import CacheSize, Choice, Mix, best_mixes, cheapest
+from calibrate.search_memory import SearchMemory
+from calibrate.search_report import draw_frontier, explain_layers, frontier_sizes, print_search
+from calibrate.search_text import SearchWindows, cut_search_windows
+from nibble import atomic
+from nibble.calibration import Calibration
+from nibble.errors import NibbleError
+from nibble.formats import FORMATS, KVFormat
+from nibble.hashing import json_sha256
+from nibble.layer_mix import SCHEMA, SEARCH_FILE, LayerMix, read_layer_mix
+from nibble.models import device_options, hash_source, load_model, load_tokenizer, read_shape, resolve_source
+from nibble.recipes import KVRecipe, ModelRecipe, SearchRecipe, TensorRecipe
+from nibble.reference import LayerScales
+from nibble.static_scales import STATIC_FILE, read_static_scales
+from nibble.versions import versions
+from nibble.visibility import PagePolicy
+
+if TYPE_CHECKING:
+    from calibrate.search_measure import SearchModel, Trace
+
+PLOT_FILE = "search.svg"
+MOST_CORRECTIONS = 6  # measured mixes at most before the search gives up
+CLOSE_ENOUGH = 0.9  # a verified mix that uses so much of the budget is not corrected towards a cheaper one
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What to search. kv: a recipe with a `search`. calibration: for static candidates. out: gets the files."""
+
+    model: ModelRecipe
+    kv: KVRecipe
+    prompts: str
+    seed: int
+    calibration: Calibration
+    out: Path
+
+    @property
+    def search(self) -> SearchRecipe:
+        if self.kv.search is None:
+            raise NibbleError(f"KV recipe {self.kv.name}: got no key search, allowed a recipe that has one (mixed)")
+        return self.kv.search
+
+    @property
+    def candidates(self) -> list[KVFormat]:
+        return [KVFormat.named(name) for name in self.search.formats]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured: kl and errors [layers, candidates], factor of each policy, uniform KL by format name."""
+
+    kl: np.ndarray
+    k_error: np.ndarray
+    v_error: np.ndarray
+    policies: dict[PagePolicy, float]
+    uniform: dict[str, float]
+
+
+def search_formats(request: SearchRequest, force: bool = False) -> LayerMix:
+    """Make (or find) the search result that a request describes. Raises NibbleError."""
+    console = Console(file=sys.stdout)
+    source = resolve_source(request.model)
+    inputs = _inputs(request, source)
+    with atomic.exclusive(request.out / SEARCH_FILE, console.print):
+        if force or not _is_current(request.out, json_sha256(inputs)):
+            content = _search(request, source, inputs, console)
+            atomic.write_text(request.out / SEARCH_FILE, json.dumps(content, indent=1) + "\n")
+            draw_frontier(content, request.out / PLOT_FILE)
+        else:
+            console.print(f"format search of {request.model.name} is up to date: {request.out / SEARCH_FILE}")
+        mix = read_layer_mix(request.out)
+    print_search(mix.content, console)
+    return mix
+
+
+def _inputs(request: SearchRequest, source: Path) -> dict[str, Any]:
+    """What the result depends on."""
+    return {
+        "schema": SCHEMA,
+        "model": asdict(hash_source(source)),
+        "dtype": request.model.dtype,
+        "kv": request.kv.model_dump(),
+        "prompts_sha256": load_prompt_set(request.prompts).sha256,
+        "seed": request.seed,
+        "calibration": request.calibration.sha256 if any(f.needs_calibration for f in request.candidates) else None,
+        "versions": versions(),
+    }
+
+
+def _is_current(folder: Path, identity: str) -> bool:
+    try:
+        return bool(read_layer_mix(folder).content["identity"] == identity)
+    except NibbleError:
+        return False
+
+
+def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], console: Console) -> dict[str, Any]:
+    from calibrate.search_measure import SearchModel
+
+    shape, recipe = read_shape(source), request.search
+    windows = cut_search_windows(load_prompt_set(request.prompts), load_tokenizer(source), recipe, request.seed)
+    size = CacheSize(
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
+        min(recipe.context_tokens, request.model.max_context, shape.max_positions),
+    )
+    page_bytes = [size.sealed_page(fmt) for fmt in request.candidates]
+    scales = _static_scales(request, shape.num_layers)
+    with console.status("loading the model"):
+        model = load_model(source, request.model.dtype, **device_options())
+    subject = SearchModel(model, scales, shape.num_kv_heads, shape.head_dim)
+    work = _work(request, shape.num_layers)
+    with SearchMemory(request.out, json_sha256(inputs), work, console) as memory:
+        figures = _measure(request, subject, windows, memory)
+        mixes = best_mixes(figures.kl, page_bytes)
+        traces = [subject.trace(window) for window in windows.verify]
+        verifier = _Verifier(request, subject, traces, memory)
+        choice, kl, tried = _choose(request, mixes, figures.policies, size, verifier)
+        frontier = _frontier(request, mixes, page_bytes, verifier)
+    memory.forget()
+    return {
+        "schema": SCHEMA,
+        "identity": json_sha256(inputs),
+        "model": {"name": request.model.name, **inputs["model"]},
+        "kl_budget": recipe.kl_budget,
+        "recipe": {
+            **request.kv.model_dump(),
+            "sink_pages": choice.policy.sink_pages,
+            "recent_pages": choice.policy.recent_pages,
+        },
+        "layers": explain_layers(_layers(request, choice.mix), figures.kl, recipe.formats),
+        "chosen": {
+            "bytes_per_token": choice.mix.bytes_per_token,
+            "bytes_per_token_at_context": choice.bytes_at_context,
+            "context_tokens": size.context,
+            "kl_predicted": choice.mix.kl * figures.policies[choice.policy],
+            "kl_held_out": kl,
+            "tried": tried,
+        },
+        "frontier": frontier,
+        "policies": [{**asdict(policy), "kl_factor": factor} for policy, factor in figures.policies.items()],
+        "sensitivities": _sensitivities(request, figures, page_bytes),
+        "inputs": inputs,
+    }
+
+
+def _work(request: SearchRequest, layers: int) -> int:
+    """Layers that all measurements run, for the progress bar."""
+    recipe = request.search
+    quantized = sum(not fmt.is_fp16 for fmt in request.candidates)
+    alone = quantized * layers * (layers + 1) // 2
+    policies = len(recipe.sink_pages) * len(recipe.recent_pages) * layers
+    frontier = len(frontier_sizes([0.0, 1.0], [0.0] * quantized)) + quantized
+    return recipe.windows * (alone + policies + quantized * layers) + recipe.held_out * frontier * layers
+
+
+def _static_scales(request: SearchRequest, num_layers: int) -> dict[str, list[LayerScales]]:
+    """The scales that the build would pack for each static candidate."""
+    from build.static_pack import pack_static_scales
+
+    scales = {}
+    for fmt in request.candidates:
+        if fmt.needs_calibration:
+            formats = [fmt] * num_layers
+            with tempfile.TemporaryDirectory() as folder:
+                save_file(pack_static_scales(request.calibration, formats), Path(folder) / STATIC_FILE)
+                scales[fmt.name] = read_static_scales(Path(folder), formats)
+    return scales
+
+
+def _measure(request: SearchRequest, subject: SearchModel, windows: SearchWindows, memory: SearchMemory) -> Figures:
+    """Steps 1 and 2, means over the windows."""
+    from calibrate.search_measure import FP16
+
+    candidates, recipe, base = request.candidates, request.search, request.kv.policy
+    num_layers, shape = len(subject.layers), (len(windows.choose), len(subject.layers), len(candidates))
+    kl, k_error, v_error = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    policies = sorted({PagePolicy(s, r) for s in recipe.sink_pages for r in recipe.recent_pages} | {base}, key=str)
+    by_policy = np.zeros((len(windows.choose), len(policies)))
+    uniform = np.zeros((len(windows.choose), len(candidates)))
+    for w, window in enumerate(windows.choose):
+        trace = subject.trace(window)
+        for layer, errors in enumerate(subject.errors(trace, candidates)):
+            for c, fmt in enumerate(candidates):
+                k_error[w, layer, c], v_error[w, layer, c] = errors[fmt.name].k, errors[fmt.name].v
+
+        def figure(name: str, formats: list[KVFormat], policy: PagePolicy, work: int, trace: Trace = trace, w: int = w):  # type: ignore[no-untyped-def]
+            return memory.figure(f"window {w}, {name}", work, lambda: subject.kl(trace, formats, policy))
+
+        for p, policy in enumerate(policies):
+            name = f"sinks {policy.sink_pages}, recent {policy.recent_pages}"
+            by_policy[w, p] = figure(name, [request.kv.format] * num_layers, policy, num_layers)
+        for c, fmt in enumerate(candidates):
+            if fmt.is_fp16:
+                continue
+            uniform[w, c] = figure(f"all layers {fmt.name}", [fmt] * num_layers, base, num_layers)
+            for layer in range(num_layers):
+                alone = [FP16] * layer + [fmt] + [FP16] * (num_layers - layer - 1)
+                kl[w, layer, c] = figure(f"layer {layer} {fmt.name}", alone, base, num_layers - layer)
+    means = by_policy.mean(0)
+    factors = means / max(means[policies.index(base)], 1e-12)
+    return Figures(
+        kl.mean(0),
+        k_error.mean(0),
+        v_error.mean(0),
+        {policy: float(factor) for policy, factor in zip(policies, factors, strict=True)},
+        {fmt.name: float(value) for fmt, value in zip(candidates, uniform.mean(0), strict=True)},
+    )
+
+
+class _Verifier:
+    """Measures mixes on the held-out windows."""
+
+    def __init__(self, request: SearchRequest, subject: SearchModel, traces: list[Trace], memory: SearchMemory) -> None:
+        self.candidates, self.subject, self.traces, self.memory = request.candidates, subject, traces, memory
+
+    def kl(self, formats: tuple[int, ...], policy: PagePolicy) -> float:
+        mix = [self.candidates[c] for c in formats]
+        name = f"held out, {''.join(map(str, formats))} {policy.sink_pages} {policy.recent_pages}"
+        work = len(self.subject.layers)
+        figures = [
+            self.memory.figure(f"{name}, {w}", work, lambda t=trace: self.subject.kl(t, mix, policy))  # type: ignore[misc]
+            for w, trace in enumerate(self.traces)
+        ]
+        return float(np.mean(figures))
+
+
+def _choose(
+    request: SearchRequest,
+    mixes: list[Mix],
+    policies: dict[PagePolicy, float],
+    size: CacheSize,
+    verifier: _Verifier,
+) -> tuple[Choice, float, list[dict[str, float]]]:
+    """Steps 3 and 4: the cheapest choice that holds on the held-out prompts, its KL there, and what was tried."""
+    budget, correction = request.search.kl_budget, 1.0
+    tried: list[tuple[Choice, float]] = []
+    for _ in range(MOST_CORRECTIONS):
+        choice = cheapest(mixes, policies, budget, size, correction)
+        if any(choice.mix == before.mix and choice.policy == before.policy for before, _ in tried):
+            break
+        kl = verifier.kl(choice.mix.formats, choice.policy)
+        tried.append((choice, kl))
+        if CLOSE_ENOUGH * budget <= kl <= budget:
+            break
+        if kl > 0:
+            correction = 1.02 * kl / (choice.kl / correction) if choice.kl > 0 else 1.0
+    held = [(choice, kl) for choice, kl in tried if kl <= budget]
+    record = [
+        {"bytes_per_token": c.mix.bytes_per_token, "kl_predicted": c.mix.kl * policies[c.policy], "kl_held_out": kl}
+        for c, kl in tried
+    ]
+    if not held:
+        raise NibbleError(
+            f"format search: {len(tried)} mixes were measured, the best with KL {min(kl for _, kl in tried):g} on held-"
+            f"out prompts; allowed {budget:g}. Raise kl_budget, or choose on more windows"
+        )
+    choice, kl = min(held, key=lambda pair: (pair[0].bytes_at_context, pair[1]))
+    return choice, kl, record
+
+
+def _frontier(
+    request: SearchRequest, mixes: list[Mix], page_bytes: list[int], verifier: _Verifier
+) -> dict[str, list[dict[str, Any]]]:
+    """Bytes against KL at the recipe's pages: all best mixes as predicted, some and the uniform formats measured."""
+    layers, policy = len(mixes[0].formats), request.kv.policy
+    sizes = [page * layers / 64 for page in page_bytes]
+    uniform: list[dict[str, Any]] = [
+        {"format": fmt.name, "bytes_per_token": size, "kl_held_out": verifier.kl((c,) * layers, policy)}
+        for c, (fmt, size) in enumerate(zip(request.candidates, sizes, strict=True))
+        if not fmt.is_fp16
+    ]
+    measured = []
+    for limit in frontier_sizes([mixes[0].bytes_per_token, max(sizes)], [u["bytes_per_token"] for u in uniform]):
+        mix = [mix for mix in mixes if mix.bytes_per_token <= limit][-1]
+        kl = verifier.kl(mix.formats, policy)
+        names = [request.search.formats[c] for c in mix.formats]
+        measured.append({"bytes_per_token": mix.bytes_per_token, "kl_predicted": mix.kl, "kl_held_out": kl,
+                         "formats": names})  # fmt: skip
+    predicted = [{"bytes_per_token": mix.bytes_per_token, "kl_predicted": mix.kl} for mix in mixes]
+    return {"uniform": uniform, "mixes": measured, "predicted": predicted}
+
+
+def _layers(request: SearchRequest, mix: Mix) -> list[dict[str, Any]]:
+    return [
+        {
+            "index": index,
+            "name": fmt.name,
+            "k": TensorRecipe.of(fmt.k).model_dump(),
+            "v": TensorRecipe.of(fmt.v).model_dump(),
+        }
+        for index, fmt in enumerate(request.candidates[c] for c in mix.formats)
+    ]
+
+
+def _sensitivities(request: SearchRequest, figures: Figures, page_bytes: list[int]) -> dict[str, Any]:
+    """For each format: bytes, KL of all layers at once and their sum, and each layer's KL and errors."""
+    return {
+        fmt.name: {
+            "bytes_per_token_and_layer": page_bytes[c] / 64,
+            "kl_all_layers": figures.uniform[fmt.name],
+            "kl_sum_of_layers": float(figures.kl[:, c].sum()),
+            "kl": figures.kl[:, c].tolist(),
+            "k_error": figures.k_error[:, c].tolist(),
+            "v_error": figures.v_error[:, c].tolist(),
+        }
+        for c, fmt in enumerate(request.candidates)
+    }
+
+
+__all__ = ["FORMATS", "SearchRequest", "search_formats"]

@@ -1,0 +1,127 @@
+"""A quantized cache without pages: whole windows of text in one forward pass, to measure what a format costs.
+
+The runtime seals pages as a sequence grows. Here a layer quantizes and reads back all full pages of its K and V at
+once, and the visibility rule picks which form each query sees. The numbers are the oracle's (a test compares them), and
+every layer may have a format of its own:
+
+    model.set_attn_implementation(FAKE_CACHE)
+    model(ids, use_cache=False, fake_cache=spec)        # a CacheSpec
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from nibble.formats import PAGE_TOKENS, KVFormat, TensorFormat
+from nibble.quantizer import ScaleZero, round_trip
+from nibble.reference import LayerScales
+from nibble.rotation import hadamard_matrix
+from nibble.runtime.cache import CacheSpec
+from nibble.visibility import PagePolicy, may_attend
+
+FAKE_CACHE = "nibble-fake-cache"
+ROWS_AT_ONCE = 256  # queries of one attention call: bounds its mask, and skips keys that none of them sees
+
+Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+def fake_cache_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    fake_cache: CacheSpec | None = None,
+    observe: Observer | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query, key, value [1, heads, tokens, D] to [1, tokens, heads, D].
+
+    observe: called with layer, K and V (fp16 [kv_heads, tokens, D]) before anything is quantized.
+    """
+    assert fake_cache is not None  # whoever sets the implementation passes it
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    k, v = key[0].half(), value[0].half()
+    if observe is not None:
+        observe(layer, k, v)
+    scales = fake_cache.scales.get(layer)
+    k_far, v_far = (x.to(query.dtype) for x in sealed_view(k, v, fake_cache.formats[layer], scales))
+    view = (k.to(query.dtype), v.to(query.dtype), k_far, v_far)
+    out = [
+        _attend_rows(query[0], view, first, fake_cache.policy, scaling, sliding_window)
+        for first in range(0, query.shape[2], ROWS_AT_ONCE)
+    ]
+    return torch.cat(out, 1).transpose(0, 1)[None], None
+
+
+def sealed_view(
+    k: torch.Tensor, v: torch.Tensor, fmt: KVFormat, scales: LayerScales | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a far query sees of K and V, fp16 [kv_heads, tokens, D] to fp32. V comes unrotated and goes unrotated.
+
+    The tokens of the last, partly filled page are no far query's to see and come back as they are.
+    """
+    scales = scales or LayerScales()
+    return _seal_and_read(k, fmt.k, scales.k), _seal_and_read(v, fmt.v, scales.v)
+
+
+def _seal_and_read(tokens: torch.Tensor, fmt: TensorFormat, static: ScaleZero | None) -> torch.Tensor:
+    full = tokens.shape[1] // PAGE_TOKENS * PAGE_TOKENS
+    pages = tokens[:, :full].unflatten(1, (-1, PAGE_TOKENS))
+    if static is not None:  # [kv_heads, 1, D] to [kv_heads, page, token, D]
+        static = ScaleZero(static.scale.to(tokens.device).unsqueeze(1), static.zero.to(tokens.device).unsqueeze(1))
+    if fmt.rotated:
+        matrix = _rotation(tokens.shape[-1]).to(tokens.device)
+        back = round_trip((pages.float() @ matrix.T).half(), fmt, static) @ matrix
+    else:
+        back = round_trip(pages, fmt, static)
+    return torch.cat((back.flatten(1, 2), tokens[:, full:].float()), 1)
+
+
+@lru_cache
+def _rotation(head_dim: int) -> torch.Tensor:
+    return hadamard_matrix(head_dim).float()
+
+
+def _attend_rows(
+    q: torch.Tensor,
+    view: tuple[torch.Tensor, ...],
+    first: int,
+    policy: PagePolicy,
+    scaling: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Attention of up to ROWS_AT_ONCE queries [q_heads, tokens, D] from `first` on, in q's type.
+
+    Keys in fp16: the sinks, and from the first query's recent pages on. Quantized: up to the last query's recent pages.
+    """
+    k_near, v_near, k_far, v_far = view
+    stop = min(first + ROWS_AT_ONCE, q.shape[1])
+    positions = torch.arange(stop, device=q.device)
+    sinks = min(policy.sink_pages * PAGE_TOKENS, stop)
+    recent = max(sinks, (first // PAGE_TOKENS - policy.recent_pages) * PAGE_TOKENS)
+    far_stop = max(sinks, ((stop - 1) // PAGE_TOKENS - policy.recent_pages) * PAGE_TOKENS)
+    near = torch.cat((positions[:sinks], positions[recent:]))
+    far = positions[sinks:far_stop]
+    keys = torch.cat((near, far))
+    mask = may_attend(positions[first:], keys, sliding_window)
+    fp16 = policy.sees_fp16(positions[first:], keys)
+    mask &= torch.cat((fp16[:, : len(near)], ~fp16[:, len(near) :]), 1)
+    k = torch.cat((k_near[:, near], k_far[:, sinks:far_stop]), 1)
+    v = torch.cat((v_near[:, near], v_far[:, sinks:far_stop]), 1)
+    group = q.shape[0] // k.shape[0]
+    queries = q[:, first:stop].unflatten(0, (-1, group)).flatten(1, 2)
+    out = scaled_dot_product_attention(queries[None], k[None], v[None], mask.repeat(group, 1), scale=scaling)[0]
+    return out.unflatten(1, (group, -1)).flatten(0, 1)
+
+
+AttentionInterface.register(FAKE_CACHE, fake_cache_attention)
