@@ -96,16 +96,13 @@ def decode_attention(
     tokens in the cache with the newest; 0 gives zeros and a log-sum-exp of minus infinity. Returns out like q and
     log_sum_exp fp32 [batch, q_heads], natural logarithm. NibbleError names an unsupported shape.
     """
-    scales = scales or LayerScales()
-    static = [_static_tensor(s, name) for s, name in ((scales.k, "scale"), (scales.k, "zero"))]
-    static += [_static_tensor(s, name) for s, name in ((scales.v, "scale"), (scales.v, "zero"))]
     return decode_attention_op(  # type: ignore[no-any-return]
         q,
         open_pool,
         sealed_pool,
         block_table,
         seq_lens,
-        static,
+        static_tensors(scales or LayerScales()),
         workspace.partial_out,
         workspace.partial_lse,
         [fmt.k.bits, SCALE_KINDS[fmt.k.scale], fmt.v.bits, SCALE_KINDS[fmt.v.scale]],
@@ -128,7 +125,7 @@ def decode_attention_op(
     policy: list[int],
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fmt = _format_of(format_code)
+    fmt = format_of(format_code)
     batch, q_heads, head_dim = q.shape
     kv_heads = open_pool.shape[2]
     _check_inputs(q, open_pool, sealed_pool, block_table, seq_lens, fmt)
@@ -176,13 +173,20 @@ def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _format_of(code: list[int]) -> KVFormat:
+def format_of(code: list[int]) -> KVFormat:
     kinds = {value: kind for kind, value in SCALE_KINDS.items()}
     return KVFormat("kernel", TensorFormat(code[0], kinds[code[1]]), TensorFormat(code[2], kinds[code[3]]))
 
 
-def _static_tensor(scales: ScaleZero | None, name: str) -> torch.Tensor:
-    return torch.empty(0) if scales is None else getattr(scales, name).contiguous()
+def static_tensors(scales: LayerScales) -> list[torch.Tensor]:
+    """K's scale and zero point, then V's, for the custom ops; empty where the format has none."""
+    return [tensor for part in (scales.k, scales.v) for tensor in _scale_and_zero(part)]
+
+
+def _scale_and_zero(scales: ScaleZero | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if scales is None:
+        return torch.empty(0), torch.empty(0)
+    return scales.scale.contiguous(), scales.zero.contiguous()
 
 
 def _check_inputs(
@@ -196,18 +200,18 @@ def _check_inputs(
     batch, q_heads, head_dim = q.shape
     kv_heads = open_pool.shape[2]
     page_bytes = SealedPageLayout(fmt, head_dim).page_bytes
-    _check("q", q, (batch, q_heads, head_dim), (torch.float16, torch.bfloat16), q.device)
-    _check("open_pool", open_pool, (None, 2, kv_heads, PAGE_TOKENS, head_dim), (torch.float16,), q.device)
-    _check("sealed_pool", sealed_pool, (None, kv_heads, page_bytes), (torch.uint8,), q.device)
-    _check("block_table", block_table, (batch, None), (torch.int32,), q.device)
-    _check("seq_lens", seq_lens, (batch,), (torch.int32,), q.device)
+    check_tensor("q", q, (batch, q_heads, head_dim), (torch.float16, torch.bfloat16), q.device)
+    check_tensor("open_pool", open_pool, (None, 2, kv_heads, PAGE_TOKENS, head_dim), (torch.float16,), q.device)
+    check_tensor("sealed_pool", sealed_pool, (None, kv_heads, page_bytes), (torch.uint8,), q.device)
+    check_tensor("block_table", block_table, (batch, None), (torch.int32,), q.device)
+    check_tensor("seq_lens", seq_lens, (batch,), (torch.int32,), q.device)
     if q_heads % kv_heads:
         raise NibbleError(f"decode kernel: got {q_heads} query heads and {kv_heads} KV heads; allowed: a multiple")
     if q.device.type != "cuda":
         raise NibbleError(f"decode kernel: got tensors on {q.device}, allowed cuda; the CPU has its own backend")
 
 
-def _check(
+def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
     fits = tensor.dim() == len(shape) and all(w is None or w == n for w, n in zip(shape, tensor.shape, strict=True))

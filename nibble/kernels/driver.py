@@ -45,15 +45,16 @@ def launch(
     parameters: ctypes.Structure,
     *,
     overlaps: bool = False,
+    rows: int = 1,
 ) -> None:
-    """Launch on the current stream a kernel that takes one structure.
+    """Launch on the current stream a kernel that takes one structure, on a grid of blocks x rows.
 
     overlaps: the kernel waits by itself for the one before it (griddepcontrol), so its launch may overlap that.
     """
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, rows, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = torch.cuda.current_stream().cuda_stream

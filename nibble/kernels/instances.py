@@ -52,13 +52,22 @@ class DecodeInstance:
         return KVFormat("kernel", self.k, self.v)
 
     @property
+    def max_warps(self) -> int:
+        """Warps of a block that share the register file, in fours."""
+        return 8 if self.head_tiles == 2 else 16 if self.head_dim <= 128 else 12
+
+    @property
+    def mergers(self) -> int:
+        return 2 if self.head_tiles == 1 else 1
+
+    @property
     def max_consumers(self) -> int:
-        """Consumer warps at most: with the producer and two helpers, 12 or 8 warps share the register file."""
-        return 9 if self.head_tiles == 1 else 5
+        """What the producer, the query warp and the mergers leave."""
+        return self.max_warps - 2 - self.mergers
 
     @property
     def max_registers(self) -> int:
-        return 168 if self.head_tiles == 1 else 255
+        return {8: 255, 12: 168, 16: 128}[self.max_warps]
 
     @property
     def fixed_shared_bytes(self) -> int:
@@ -66,7 +75,7 @@ class DecodeInstance:
         chunks = (self.head_dim // 16 + 1) // 2
         sets = 3 if self.k.scale is ScaleKind.STATIC_CHANNEL else 1
         query = sets * self.head_tiles * chunks * 512 + self.head_tiles * 128
-        barriers = 8 * (2 * MAX_STAGES + 4)
+        barriers = 8 * (2 * MAX_STAGES + 6)
         states = (self.max_consumers + 1) * self.head_tiles * 128 + 4 * MAX_STAGES + 16
         return UNIT_TABLE * 32 + barriers + MAX_STAGES * 16 + 2 * query + states
 
@@ -81,6 +90,7 @@ class DecodeInstance:
             "HEAD_TILES": self.head_tiles,
             "TOKEN_TILES": token_tiles(self.fmt, self.head_dim),
             "MAX_CONSUMERS": self.max_consumers,
+            "MERGERS": self.mergers,
             "SHARED_BYTES": self.fixed_shared_bytes,
         }
         return KernelSource("decode.cu", tuple(defines.items()))
@@ -94,10 +104,7 @@ class DecodePlan:
     stages: int
     stage_bytes: int
     shared_bytes: int
-
-    @property
-    def threads(self) -> int:
-        return 32 * (self.consumers + 3)
+    threads: int
 
 
 @lru_cache
@@ -113,15 +120,36 @@ def plan_decode(instance: DecodeInstance, architecture: str) -> DecodePlan:
         before = _round_up(before + 4 * (MAX_BATCH + 1))
         stages = min(MAX_STAGES, (limit - before) // stage_bytes)
         if 3 * stages >= 4 * consumers:
-            return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes)
+            threads = 32 * (consumers + 2 + instance.mergers)
+            return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes, threads)
     raise NibbleError(f"decode kernel at head size {instance.head_dim}: does not fit the shared memory of {architecture}")
 
 
 def combine_source(head_dim: int) -> KernelSource:
     """The kernel that combines splits; it knows nothing of the cache."""
     unused = ("K_BITS", 16), ("V_BITS", 16), ("K_SCALE", 0), ("V_SCALE", 0)
-    ones = ("HEAD_TILES", 1), ("TOKEN_TILES", 1), ("MAX_CONSUMERS", 1)
+    ones = ("HEAD_TILES", 1), ("TOKEN_TILES", 1), ("MAX_CONSUMERS", 1), ("MERGERS", 1)
     return KernelSource("combine.cu", (("HEAD_DIM", head_dim), *unused, *ones))
+
+
+def seal_source(fmt: KVFormat, head_dim: int) -> KernelSource:
+    """The kernel that seals pages of a format."""
+    DecodeInstance.for_shape(fmt, head_dim, group=1)  # says what is unsupported
+    defines = {
+        "HEAD_DIM": head_dim,
+        "K_BITS": fmt.k.bits,
+        "V_BITS": fmt.v.bits,
+        "K_SCALE": SCALE_KINDS[fmt.k.scale],
+        "V_SCALE": SCALE_KINDS[fmt.v.scale],
+        "TOKEN_TILES": token_tiles(fmt, head_dim),
+    }
+    unused = ("HEAD_TILES", 1), ("MAX_CONSUMERS", 1), ("MERGERS", 1)
+    return KernelSource("seal.cu", (*defines.items(), *unused))
+
+
+def seal_shared_bytes(head_dim: int) -> int:
+    """K and V of a page, rows padded by 16 bytes."""
+    return 2 * 64 * (2 * head_dim + 16)
 
 
 def all_decode_instances() -> list[DecodeInstance]:

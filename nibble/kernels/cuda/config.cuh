@@ -8,6 +8,7 @@ constexpr int kVBits = V_BITS;
 constexpr int kHeadTiles = HEAD_TILES;      // query heads of a group in units of 8: 1 or 2
 constexpr int kTokenTiles = TOKEN_TILES;    // tokens of a work item of a sealed page in units of 16: 2 or 4
 constexpr int kMaxConsumers = MAX_CONSUMERS;  // consumer warps at most
+constexpr int kMergers = MERGERS;             // warps that merge consumers' states: 1 or 2
 
 
 enum ScaleKind : int { kNone = 0, kPageChannel = 1, kToken = 2, kStaticChannel = 3 };

@@ -1,8 +1,8 @@
 // Decode attention over a paged cache of fp16 and sealed pages, one launch for a whole batch.
 //
 // A persistent block: consumer warps that attend over an item each (a sealed page or a part of one, or 16 tokens of an
-// fp16 page), a producer warp that keeps a ring of items in flight with bulk copies, and helper warps that prepare the
-// operands of the next unit and merge the last one. Units are what blocks deal in: a split of one sequence and KV head
+// fp16 page), a producer warp that keeps a ring of items in flight with bulk copies, a query warp that prepares the
+// operands of the next unit, and merger warps that make one result of the last. Units are what blocks deal in: a split of one sequence and KV head
 // (schedule.cuh). Nobody waits for a whole block inside a list of units.
 #include "attend.cuh"
 #include "merge.cuh"
@@ -51,6 +51,8 @@ DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int warp, int
         if (lane == 0) barrier_arrive(shared_address(&s->empty[mine.stage()]));
         mine.advance(p.consumers, p.stages);
     }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s->query_empty[n & 1]));
     convert(p, unit.kv_head, state, false, lane);
     barrier_wait(shared_address(&s->merge_empty), n & 1 ^ 1);
     items -= unit.num_items;
@@ -67,9 +69,12 @@ DEVICE void initialise(const DecodeParams& p, Shared* s) {
         barrier_init(shared_address(&s->empty[i]), 1);
         s->opened[i] = ~0u;
     }
-    for (int i = 0; i < kQueryBuffers; ++i) barrier_init(shared_address(&s->query_full[i]), 1);
+    for (int i = 0; i < kQueryBuffers; ++i) {
+        barrier_init(shared_address(&s->query_full[i]), 1);
+        barrier_init(shared_address(&s->query_empty[i]), p.consumers);
+    }
     barrier_init(shared_address(&s->merge_full), p.consumers);
-    barrier_init(shared_address(&s->merge_empty), kHelpers);
+    barrier_init(shared_address(&s->merge_empty), kMergers);
     publish_barriers();
 }
 
@@ -86,7 +91,7 @@ DEVICE bool list_units(const DecodeParams& p, const Carved& c, int begin) {
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__((kMaxConsumers + 1 + kHelpers) * 32, 1)
+extern "C" __global__ void __launch_bounds__((kMaxConsumers + 2 + kMergers) * 32, 1)
     decode_attention(const DecodeParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const Carved c = carve(memory, p);
@@ -106,8 +111,10 @@ extern "C" __global__ void __launch_bounds__((kMaxConsumers + 1 + kHelpers) * 32
             Producer producer(p, c, lane, items);
             for (int n = begin; n < s->listed_end; ++n) producer.fill(s->units[n % kUnitTable]);
             producer.finish();
+        } else if (warp == p.consumers + 1) {
+            prepare_units(p, s, begin, lane);
         } else {
-            help(p, c, begin, warp - p.consumers - 1, lane);
+            merge_units(p, c, begin, warp - p.consumers - 2, lane);
         }
         __syncthreads();
     }

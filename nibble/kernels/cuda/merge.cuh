@@ -1,14 +1,11 @@
-// The end of a unit: each consumer leaves its state in shared memory and goes on; the helper warps make one result of
-// them, the final one when the sequence has a single split.
+// The end of a unit: each consumer leaves its state in shared memory and goes on; the merger warps make one result of
+// them, a head each in turn, the final one when the sequence has a single split.
 //
 // A consumer's state goes to a slot that follows from the unit's items alone, and every sum runs over the slots in a
 // fixed order, so a result does not depend on what else the block has done.
 #pragma once
-#include "query.cuh"
 #include "result.cuh"
 #include "state.cuh"
-
-constexpr int kHelpers = 2;
 
 DEVICE void store_state(const Carved& c, int slot, int lane, const RunningState& s) {
     const int g = lane / 4, j = lane & 3;
@@ -39,11 +36,15 @@ DEVICE float sum_of_16(float x) {
     return x;
 }
 
-// Weights of the slots and the common factor of each head; half a warp takes a head, a lane a slot.
-DEVICE void weigh_slots(const Carved& c, int slots, int heads, int lane) {
+// The k-th head of a merger.
+DEVICE int merger_head(int merger, int k) { return merger + kMergers * k; }
+
+// Weights of the slots and the common factor of each of a merger's heads; half a warp takes a head, a lane a slot.
+DEVICE void weigh_slots(const Carved& c, int slots, int merger, int lane) {
     const int slot = lane & 15;
-    for (int first = 0; first < heads; first += 2) {
-        const int head = first + lane / 16;
+#pragma unroll
+    for (int first = 0; first < kHeadSlots / kMergers; first += 2) {
+        const int head = merger_head(merger, first + lane / 16);
         float4 state = make_float4(kLowest, 0, 0, 0);
         if (slot < slots) state = c.fixed->merge_states[slot][head];
         const float largest = max_of_16(state.x);
@@ -54,6 +55,7 @@ DEVICE void weigh_slots(const Carved& c, int slots, int heads, int lane) {
         const float lse = sum > 0 ? largest + log2_fast(sum) : -__int_as_float(0x7f800000);
         if (slot == 0) c.fixed->merge_heads[head] = make_float4(by, zero * by, lse, 0);
     }
+    __syncwarp();
 }
 
 DEVICE Merged merge_slots(const Carved& c, int slots, int head, int quad) {
@@ -67,35 +69,32 @@ DEVICE Merged merge_slots(const Carved& c, int slots, int head, int quad) {
     return {sum_of(scaled(total, f.x), make_float4(f.y, f.y, f.y, f.y)), f.z};
 }
 
-// All helper warps; helper 0 weighs for them.
-DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit, int helper, int lane) {
-    const int outputs = p.group * kQuads, slots = min(p.consumers, unit.num_items);
-    if (helper == 0) weigh_slots(c, slots, kHeadSlots, lane);
-    helpers_sync();
+DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit, int merger, int lane) {
+    const int slots = min(p.consumers, unit.num_items);
+    weigh_slots(c, slots, merger, lane);
+    const int heads = (p.group - merger + kMergers - 1) / kMergers;
     const long long place = (static_cast<long long>(unit.batch) * p.kv_heads + unit.kv_head) * p.max_splits + unit.split;
-    for (int i = helper * 32 + lane; i < outputs; i += kHelpers * 32) {
-        const int head = i / kQuads, quad = i - head * kQuads;
+#pragma unroll 2
+    for (int i = lane; i < heads * kQuads; i += 32) {
+        const int head = merger_head(merger, i / kQuads), quad = i % kQuads;
         const Merged m = merge_slots(c, slots, head, quad);
         if (unit.num_splits == 1) {
             store_result(p, unit.batch, unit.kv_head, head, quad, m);
         } else {
-            reinterpret_cast<float4*>(p.partial_out)[place * outputs + i] = m.value;
-            if (quad == 0) p.partial_lse[place * p.group + head] = m.lse;
+            const long long row = place * p.group + head;
+            reinterpret_cast<float4*>(p.partial_out)[row * kQuads + quad] = m.value;
+            if (quad == 0) p.partial_lse[row] = m.lse;
         }
     }
 }
 
-// Units are counted from the kernel's beginning: their parity is the buffer of their queries and the phase of the merge.
-DEVICE void help(const DecodeParams& p, const Carved& c, int begin, int helper, int lane) {
+// Units are counted from the kernel's beginning: the parity is the phase of the merge.
+DEVICE void merge_units(const DecodeParams& p, const Carved& c, int begin, int merger, int lane) {
     Shared* s = c.fixed;
-    if (helper == 0)
-        for (int n = begin; n < min(begin + kQueryBuffers, s->listed_end); ++n)
-            prepare_unit(p, s->units[n % kUnitTable], s, n & 1, lane);
     for (int n = begin; n < s->listed_end; ++n) {
         barrier_wait(shared_address(&s->merge_full), n & 1);
-        if (helper == 0 && n + kQueryBuffers < s->listed_end)  // this unit's queries are read: their buffer is free
-            prepare_unit(p, s->units[(n + kQueryBuffers) % kUnitTable], s, n & 1, lane);
-        finish_unit(p, c, s->units[n % kUnitTable], helper, lane);
+        __syncwarp();
+        finish_unit(p, c, s->units[n % kUnitTable], merger, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&s->merge_empty));
     }

@@ -98,11 +98,12 @@ DEVICE void store_shared16(u32 address, uint4 x) {
 }
 
 // ---- launches ----
-// Lets the next kernel start its launch, and waits for what the previous one wrote.
+// Waits for what the previous kernel wrote, and lets the next one start its launch: whatever was written before this kernel
+// is there for both.
 DEVICE void overlap_launches() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -139,8 +140,6 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_poll(barrier, parity)) {
     }
 }
-// A barrier of the two helper warps.
-DEVICE void helpers_sync() { asm volatile("bar.sync 1, 64;" ::: "memory"); }
 // A word that one thread changes while others watch.
 DEVICE void publish(u32 address, u32 value) {
     asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

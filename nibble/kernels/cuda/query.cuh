@@ -1,4 +1,4 @@
-// Queries: a helper warp turns the queries of a unit's group into tensor-core operands in shared memory, a unit ahead of
+// Queries: one warp turns the queries of a unit's group into tensor-core operands in shared memory, a unit ahead of
 // the consumers.
 //
 // Lane 4 g + j of head tile t holds head 8 t + g and of its channels 32 i + 8 j .. + 7 for every i. The channel order of a
@@ -122,9 +122,12 @@ DEVICE void prepare_queries(const DecodeParams& p, const Unit& unit, Shared* s, 
     }
 }
 
-// Also tells the consumers.
-DEVICE void prepare_unit(const DecodeParams& p, const Unit& unit, Shared* s, int buffer, int lane) {
-    prepare_queries(p, unit, s, buffer, lane);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&s->query_full[buffer]));
+// The query warp: a unit's queries go to the buffer of its number's parity once the consumers have read the one before.
+DEVICE void prepare_units(const DecodeParams& p, Shared* s, int begin, int lane) {
+    for (int n = begin; n < s->listed_end; ++n) {
+        barrier_wait(shared_address(&s->query_empty[n & 1]), n >> 1 & 1 ^ 1);
+        prepare_queries(p, s->units[n % kUnitTable], s, n & 1, lane);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&s->query_full[n & 1]));
+    }
 }

@@ -24,6 +24,7 @@ struct Shared {
     u64 full[kMaxStages];
     u64 empty[kMaxStages];
     u64 query_full[kQueryBuffers];
+    u64 query_empty[kQueryBuffers];
     u64 merge_full;
     u64 merge_empty;
     ItemHeader headers[kMaxStages];
