@@ -74,21 +74,20 @@ STATIC = [
 ]
 BIAS = [
     FP16,
-    *PEERS[:2],
     scheme("int8", "8 token", "8 token"),
-    scheme("k8v4", "8 page", "4 token hadamard"),
     scheme("int4", "4 page", "4 token hadamard"),
     scheme("int4, biased channels 8 bits", "4 page none wide", "4 token hadamard"),
     scheme("int4-balanced", "4 page balanced", "4 token hadamard"),
     *(
         replace(scheme(f"{name}, bias subtracted", k, v), subtract=True)
         for name, k, v in (
-            ("fp16", "16 none", "16 none"),
-            ("int8", "8 token", "8 token"),
-            ("k8v4", "8 page", "4 token hadamard"),
             ("int4", "4 page", "4 token hadamard"),
             ("int4-balanced", "4 page balanced", "4 token hadamard"),
+            ("fp16", "16 none", "16 none"),
+            ("int8", "8 token", "8 token"),
         )
     ),
+    scheme("fp8 per tensor", "8 fp8", "8 fp8", None),
+    scheme("k8v4", "8 page", "4 token hadamard"),
 ]
 SETS: dict[str, list[Scheme]] = {"peers": PEERS, "ours": OURS, "research": RESEARCH, "static": STATIC}

@@ -18,9 +18,11 @@ from build import engine as build_engine_module
 from build import run as build_run
 from build.calibration import find_calibration
 from build.engine import BuildRequest, build_engine, short_calibration
+from build.key_basis import wants_basis
 from calibrate.pipeline import CalibrationRequest, calibrate
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, SealedPageLayout
+from nibble.key_transform import KEYS_FILE
 from nibble.manifest import MANIFEST_FILE, read_manifest
 from nibble.models import resolve_source
 from nibble.paths import REPOSITORY_ROOT, calibration_dir, engine_dir
@@ -89,7 +91,7 @@ def test_every_format_builds_and_reads_back(tiny_llama_dir: Path, kv: str) -> No
     assert (manifest.calibration.sha256 is not None) == (kv in STATIC)
     assert ("folded into v_proj and o_proj" in manifest.layers[0].why) == FORMATS[kv].v.rotated
     assert {path.name for path in folder.iterdir()} == {"tokenizer", MANIFEST_FILE} | (
-        {STATIC_FILE} if kv in STATIC else set()
+        {STATIC_FILE} if kv in STATIC else {KEYS_FILE} if wants_basis(FORMATS[kv]) else set()
     )
     for layer in manifest.layers:
         bound = {4: 0.2, 8: 0.1 if kv in STATIC else 0.02, 16: 1e-6}  # the text has bytes that calibration never saw
