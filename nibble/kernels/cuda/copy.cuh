@@ -4,6 +4,8 @@
 #pragma once
 #include "ptx.cuh"
 
+constexpr u64 kReadOnce = 0x12f0000000000000ull;  // what createpolicy gives for L2::evict_first
+
 struct Copier {
     u32 barrier;  // completes when all bytes have landed
     int worker;
@@ -17,8 +19,9 @@ struct Copier {
     }
     DEVICE void copy(u32 to, const u8* from, u32 bytes) const {
         asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-            "l"(from), "r"(bytes), "r"(barrier)
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                to),
+            "l"(from), "r"(bytes), "r"(barrier), "l"(kReadOnce)
             : "memory");
     }
     DEVICE void end() const {}

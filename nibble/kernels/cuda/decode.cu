@@ -80,12 +80,11 @@ DEVICE void initialise(const DecodeParams& p, Shared* s) {
 
 // Lists this block's units from number `begin` on; false when there are none left.
 DEVICE bool list_units(const DecodeParams& p, const Carved& c, int begin) {
-    const long long units = p.kv_heads * c.splits_before[p.batch];
-    const int first = units * blockIdx.x / gridDim.x, end = units * (blockIdx.x + 1) / gridDim.x;
-    const int listed = min(kUnitTable, end - first - begin);
-    if (listed <= 0) return false;
+    const int units = p.kv_heads * c.splits_before[p.batch], blocks = gridDim.x, block = blockIdx.x;
+    const int listed = min(kUnitTable, (units - block + blocks - 1) / blocks - begin);
+    if (units <= block || listed <= 0) return false;
     for (int i = threadIdx.x; i < listed; i += blockDim.x)
-        c.fixed->units[i] = find_unit(p, c.splits_before, first + begin + i);
+        c.fixed->units[i] = find_unit(p, c.splits_before, block + (begin + i) * blocks);
     if (threadIdx.x == 0) c.fixed->listed_end = begin + listed;
     __syncthreads();
     return true;

@@ -1,5 +1,6 @@
 // Who does what: every sequence and KV head is cut into splits of a size that depends on its length alone; a unit of
-// work is one split. Units are numbered split first, then KV head, then sequence; a block gets a run of them.
+// work is one split. Units are numbered KV head first, then split, then sequence, and dealt to the blocks in turn: the heads of
+// a page lie together in memory and are read at about the same time.
 #pragma once
 #include "config.cuh"
 
@@ -83,8 +84,8 @@ DEVICE Unit find_unit(const DecodeParams& p, const int* splits_before, int index
     unit.seq_len = p.seq_lens[low];
     const Visible v = visible_pages(p, unit.seq_len);
     const int inside = index - p.kv_heads * splits_before[low];
-    unit.kv_head = inside / v.num_splits;
-    unit.split = inside - unit.kv_head * v.num_splits;
+    unit.split = inside / p.kv_heads;
+    unit.kv_head = inside - unit.split * p.kv_heads;
     unit.num_splits = v.num_splits;
     unit.page_begin = v.page_begin + unit.split * v.split_pages;
     unit.page_end = min(v.page_end, unit.page_begin + v.split_pages);
