@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from safetensors.torch import save_file
 
-from build.key_basis import BASIS_REASON, find_key_transforms, stored_pages
+from build.key_plan import as_stored, explain_transform, plan_key_transforms
 from build.layer_plan import LayerPlan, asked_formats, plan_layers
 from build.preflight import Preflight, preflight_table, require_flyable, run_preflight
 from nibble import atomic
@@ -128,7 +128,7 @@ def _write_engine(request: BuildRequest, key: str, preflight: Preflight, folder:
     _copy_tokenizer(request.source, folder / TOKENIZER_DIR)
     if any(fmt.needs_calibration for fmt in formats):
         _write_static_scales(request, formats, folder)
-    write_key_transforms(folder, find_key_transforms(request.source, request.model, formats, console))
+    write_key_transforms(folder, plan_key_transforms(request.source, request.model, formats, preflight, console))
     layers = _check_layers(request, plans, folder, console)
     content = _content(request, key, layers, _hash_files(folder))
     content["preflight"] = preflight.entry.model_dump()
@@ -161,15 +161,15 @@ def _check_layers(
     from build.self_check import check_layer, measure_bytes_per_token, measure_fp16_bytes_per_token
 
     scales = read_static_scales(folder, [plan.fmt for plan in plans])
-    transforms = read_key_transforms(folder)
+    transforms, first = read_key_transforms(folder), request.policy.sink_pages * PAGE_TOKENS
     with console.status("self-check: real K and V through every layer"):
         captured = capture_pages(request.source, request.model, request.policy)
-        pages = [stored_pages(layer, transforms.get(index)) for index, layer in enumerate(captured)]
+        pages = [as_stored(layer, transforms.get(index), first) for index, layer in enumerate(captured)]
         return [
             {
                 "index": index,
                 "format": _format_entry(plan.fmt),
-                "why": "; ".join([plan.why, *([BASIS_REASON] if index in transforms else [])]),
+                "why": "; ".join([plan.why, *(explain_transform(transforms.get(index)))]),
                 "bytes_per_token": measure_bytes_per_token(pages[index], plan.fmt, scales[index]),
                 "bytes_per_token_fp16": measure_fp16_bytes_per_token(pages[index]),
                 "roundtrip": check_layer(index, pages[index], plan.fmt, scales[index]).model_dump(),

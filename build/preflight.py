@@ -19,7 +19,7 @@ from build.key_bias import USUAL_KEY_WIDTH, RopeSpan, find_remedy, pair_amplitud
 from nibble.architecture import Architecture, find_refusal, read_architecture
 from nibble.calibration import Calibration
 from nibble.errors import NibbleError
-from nibble.formats import FORMATS, KVFormat
+from nibble.formats import FORMATS, KVFormat, ScaleKind
 from nibble.manifest import FindingEntry, PreflightEntry
 from nibble.models import read_config
 
@@ -29,14 +29,20 @@ GPU_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # what the CUDA kernels are compile
 GPU_LARGEST_GROUP = 16
 LARGEST_HALF = 65504.0  # pages are fp16 before they are sealed
 WIDE_CHANNEL = 8.0  # times the layer's median width: worth a line in the table, page scales take it
+BIAS_REMEDY = "bias taken off K before it is stored"
 WEAK_QUERY = 2.0  # a usual |q| of a channel pair: below this a "large multiple of the median bias" means nothing
 
 
 @dataclass
 class Preflight:
-    """The findings so far. formats: for layers that need another format than the one asked for, which and why."""
+    """The findings so far.
+
+    formats: for layers that need another format than the one asked for, which and why. bias_layers: layers whose k_proj
+    bias is taken off K before it is stored.
+    """
 
     findings: list[FindingEntry] = field(default_factory=list)
+    bias_layers: list[int] = field(default_factory=list)
     formats: dict[int, tuple[KVFormat, str]] = field(default_factory=dict)
 
     @property
@@ -134,7 +140,9 @@ def _check_key_bias(
             continue
         amplitudes = pair_amplitudes(layer.k_bias, architecture.head_dim)
         remedy = find_remedy(amplitudes, fmt, _key_width(calibration, index, amplitudes), rope)
-        if remedy is not None:
+        if remedy is not None and layer.k_norm is None and fmt.k.scale is not ScaleKind.STATIC_CHANNEL:
+            result.bias_layers.append(index)
+        elif remedy is not None:
             why = (
                 f"K bias reaches {float(amplitudes.max()):.0f} in a channel pair (norm {norms[index]:.0f}, the median "
                 f"layer's {median:.3g}): {fmt.name} can't resolve the other part of K"
@@ -142,7 +150,7 @@ def _check_key_bias(
             result.formats[index] = (remedy, why)
     worst = max(range(len(norms)), key=norms.__getitem__)
     got = f"norm up to {norms[worst]:.4g} (layer {worst}), median layer {median:.3g}"
-    _report_remedies("K bias", got, "zero points take it", result, list(result.formats))
+    _report_remedies("K bias", got, "zero points take it", result, sorted([*result.formats, *result.bias_layers]))
 
 
 def _check_query_bias(
@@ -177,7 +185,8 @@ def _report_remedies(check: str, got: str, otherwise: str, result: Preflight, la
         return
     by_format: dict[str, list[int]] = {}
     for layer in layers:
-        by_format.setdefault(result.formats[layer][0].name, []).append(layer)
+        remedy = result.formats[layer][0].name if layer in result.formats else BIAS_REMEDY
+        by_format.setdefault(remedy, []).append(layer)
     action = "; ".join(f"{name} in layers {_spell(found)}" for name, found in sorted(by_format.items()))
     result.add(check, got, "mitigate", action, layers)
 

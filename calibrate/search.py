@@ -32,6 +32,7 @@ from nibble.calibration import Calibration
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, KVFormat
 from nibble.hashing import json_sha256
+from nibble.key_transform import KeyTransform
 from nibble.layer_mix import SCHEMA, SEARCH_FILE, LayerMix, read_layer_mix
 from nibble.models import device_options, hash_source, load_model, load_tokenizer, read_shape, resolve_source
 from nibble.recipes import KVRecipe, ModelRecipe, SearchRecipe, TensorRecipe
@@ -100,6 +101,8 @@ def search_formats(request: SearchRequest, force: bool = False) -> LayerMix:
 
 def _inputs(request: SearchRequest, source: Path) -> dict[str, Any]:
     """What the result depends on."""
+    from build.key_basis import RIDGE, WINDOWS
+
     return {
         "schema": SCHEMA,
         "model": asdict(hash_source(source)),
@@ -108,6 +111,7 @@ def _inputs(request: SearchRequest, source: Path) -> dict[str, Any]:
         "prompts_sha256": load_prompt_set(request.prompts).sha256,
         "seed": request.seed,
         "calibration": request.calibration.sha256 if any(f.needs_calibration for f in request.candidates) else None,
+        "key_basis": [RIDGE, WINDOWS],
         "versions": versions(),
     }
 
@@ -131,10 +135,10 @@ def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], consol
         min(recipe.context_tokens, request.model.max_context, shape.max_positions),
     )
     page_bytes = [size.sealed_page(fmt) for fmt in request.candidates]
-    scales = _static_scales(request, shape.num_layers)
+    scales, transforms = _static_scales(request, shape.num_layers), _key_transforms(request, source, console)
     with console.status("loading the model"):
         model = load_model(source, request.model.dtype, **device_options())
-    subject = SearchModel(model, scales, shape.num_kv_heads, shape.head_dim)
+    subject = SearchModel(model, scales, transforms, shape)
     work = _work(request, shape.num_layers)
     with SearchMemory(request.out, json_sha256(inputs), work, console) as memory:
         figures = _measure(request, subject, windows, memory)
@@ -192,6 +196,19 @@ def _static_scales(request: SearchRequest, num_layers: int) -> dict[str, list[La
                 save_file(pack_static_scales(request.calibration, formats), Path(folder) / STATIC_FILE)
                 scales[fmt.name] = read_static_scales(Path(folder), formats)
     return scales
+
+
+def _key_transforms(request: SearchRequest, source: Path, console: Console) -> dict[str, dict[int, KeyTransform]]:
+    """What the build would do to K before it is stored, for each candidate."""
+    from build.key_plan import plan_key_transforms
+    from build.preflight import run_preflight
+
+    count, context = read_shape(source).num_layers, request.search.context_tokens
+    found = {}
+    for fmt in request.candidates:
+        preflight = run_preflight(source, [fmt] * count, request.calibration, context)
+        found[fmt.name] = plan_key_transforms(source, request.model, [fmt] * count, preflight, console)
+    return found
 
 
 def _measure(request: SearchRequest, subject: SearchModel, windows: SearchWindows, memory: SearchMemory) -> Figures:

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from nibble.errors import NibbleError
 from nibble.fake_cache import FAKE_CACHE, sealed_view
 from nibble.formats import FORMATS, PAGE_TOKENS, KVFormat
+from nibble.key_transform import KeyTransform
+from nibble.models import ModelShape
 from nibble.reference import LayerScales
 from nibble.runtime.cache import CacheSpec
 from nibble.visibility import PagePolicy
@@ -25,6 +27,7 @@ ROWS_AT_ONCE = 64  # positions whose vocabulary is held in float64
 FP16 = FORMATS["fp16"]
 
 Scales = dict[str, list[LayerScales]]  # by format name, for the static ones
+Transforms = dict[str, dict[int, KeyTransform]]  # by format name, then layer
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,20 @@ class Trace:
 class SearchModel:
     """A model over fake caches. Changes its attention."""
 
-    def __init__(self, model: PreTrainedModel, scales: Scales, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, model: PreTrainedModel, scales: Scales, transforms: Transforms, shape: ModelShape) -> None:
         model.set_attn_implementation(FAKE_CACHE)
-        self.model, self.scales = model, scales
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.model, self.scales, self.transforms, self.shape = model, scales, transforms, shape
         self.layers: list[nn.Module] = list(model.base_model.layers)
 
     def spec(self, formats: list[KVFormat], policy: PagePolicy) -> CacheSpec:
-        """The cache in which each layer has its format, with the static scales that it needs."""
+        """The cache in which each layer has its format, with the static scales and the K transform that go with it."""
         scales = {i: self.scales[fmt.name][i] for i, fmt in enumerate(formats) if fmt.needs_calibration}
-        return CacheSpec(tuple(formats), self.num_kv_heads, self.head_dim, policy, scales)
+        found = {i: self._transform(fmt, i) for i, fmt in enumerate(formats)}
+        transforms = {i: transform for i, transform in found.items() if transform is not None}
+        return CacheSpec(tuple(formats), self.shape.num_kv_heads, self.shape.head_dim, policy, scales, transforms)
+
+    def _transform(self, fmt: KVFormat, layer: int) -> KeyTransform | None:
+        return self.transforms.get(fmt.name, {}).get(layer)
 
     @torch.inference_mode()
     def trace(self, token_ids: list[int]) -> Trace:
@@ -105,8 +112,7 @@ class SearchModel:
 
         def observe(layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
             seen[layer] = {
-                fmt.name: _errors(k, v, fmt, self.scales[fmt.name][layer] if fmt.needs_calibration else None)
-                for fmt in candidates
+                fmt.name: _errors(k, v, self.spec([fmt] * len(self.layers), PagePolicy()), layer) for fmt in candidates
             }
 
         for hidden, layer, options in zip(trace.inputs, self.layers, trace.options, strict=True):
@@ -120,8 +126,8 @@ class SearchModel:
         return head(rows).float().log_softmax(-1)
 
 
-def _errors(k: torch.Tensor, v: torch.Tensor, fmt: KVFormat, scales: LayerScales | None) -> TensorErrors:
-    k_back, v_back = sealed_view(k, v, fmt, scales)
+def _errors(k: torch.Tensor, v: torch.Tensor, spec: CacheSpec, layer: int) -> TensorErrors:
+    k_back, v_back = sealed_view(k, v, spec.formats[layer], spec.scales.get(layer), spec.key_transforms.get(layer))
     return TensorErrors(_relative(k, k_back), _relative(v, v_back))
 
 

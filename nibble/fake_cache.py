@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from nibble.formats import PAGE_TOKENS, KVFormat, TensorFormat
+from nibble.key_transform import KeyTransform
 from nibble.quantizer import ScaleZero, round_trip
 from nibble.reference import LayerScales
 from nibble.rotation import hadamard_matrix
@@ -53,8 +54,12 @@ def fake_cache_attention(
     k, v = key[0].half(), value[0].half()
     if observe is not None:
         observe(layer, k, v)
-    scales = fake_cache.scales.get(layer)
-    k_far, v_far = (x.to(query.dtype) for x in sealed_view(k, v, fake_cache.formats[layer], scales))
+    fmt, scales, transform = (
+        fake_cache.formats[layer],
+        fake_cache.scales.get(layer),
+        fake_cache.key_transforms.get(layer),
+    )
+    k_far, v_far = (x.to(query.dtype) for x in sealed_view(k, v, fmt, scales, transform))
     view = (k.to(query.dtype), v.to(query.dtype), k_far, v_far)
     out = [
         _attend_rows(query[0], view, first, fake_cache.policy, scaling, sliding_window)
@@ -64,14 +69,28 @@ def fake_cache_attention(
 
 
 def sealed_view(
-    k: torch.Tensor, v: torch.Tensor, fmt: KVFormat, scales: LayerScales | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    fmt: KVFormat,
+    scales: LayerScales | None = None,
+    transform: KeyTransform | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a far query sees of K and V, fp16 [kv_heads, tokens, D] to fp32. V comes unrotated and goes unrotated.
+    """What a far query sees of K and V of a sequence's beginning, fp16 [kv_heads, tokens, D] to fp32.
 
-    The tokens of the last, partly filled page are no far query's to see and come back as they are.
+    Both come and go as the model made them, whatever rotation or transform they are stored in. The tokens of the last,
+    partly filled page are no far query's to see and come back as they are.
     """
     scales = scales or LayerScales()
-    return _seal_and_read(k, fmt.k, scales.k), _seal_and_read(v, fmt.v, scales.v)
+    v_far = _seal_and_read(v, fmt.v, scales.v)
+    if transform is None:
+        return _seal_and_read(k, fmt.k, scales.k), v_far
+    transform = transform.to(k.device)
+    offset = transform.offset(torch.arange(k.shape[1], device=k.device))
+    stored = transform.store(k.float().transpose(0, 1))
+    stored = stored if offset is None else stored - offset
+    back = _seal_and_read(stored.transpose(0, 1).half(), fmt.k, scales.k)
+    back = back if offset is None else back + offset.transpose(0, 1)
+    return back if transform.basis is None else torch.einsum("hte,hed->htd", back, transform.basis.reader), v_far
 
 
 def _seal_and_read(tokens: torch.Tensor, fmt: TensorFormat, static: ScaleZero | None) -> torch.Tensor:
