@@ -68,7 +68,14 @@ def cache_dir() -> Path:
 
 def architecture_of(capability: tuple[int, int]) -> str:
     """The architecture to compile for on a GPU of that compute capability."""
-    names = {(8, 0): "sm_80", (8, 6): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
+    names = {
+        (8, 0): "sm_80",
+        (8, 6): "sm_80",
+        (8, 9): "sm_89",
+        (9, 0): "sm_90a",
+        (10, 0): "sm_100a",
+        (12, 0): "sm_120a",
+    }
     if capability not in names:
         raise NibbleError(
             f"GPU of compute capability {capability[0]}.{capability[1]}: the kernels support "

@@ -16,14 +16,19 @@ import torch
 from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat, ScaleKind, SealedPageLayout, TensorFormat
 from nibble.kernels import driver
-from nibble.kernels.instances import SCALE_KINDS, SHARED_BYTES, DecodeInstance, combine_source, plan_decode
+from nibble.kernels.instances import (
+    MAX_BATCH,
+    SCALE_KINDS,
+    SHARED_BYTES,
+    DecodeInstance,
+    combine_source,
+    plan_decode,
+)
 from nibble.quantizer import ScaleZero
 from nibble.reference import LayerScales
 from nibble.visibility import PagePolicy
 
-SHORT_PAGES = 512
-SHORT_SPLIT_PAGES = 20
-LONG_SPLIT_PAGES = 40
+SPLIT_PAGES = 64  # see docs/kernels.md: fewer pages help a lone sequence, more help large batches
 
 
 class DecodeParams(ctypes.Structure):
@@ -42,36 +47,46 @@ class DecodeParams(ctypes.Structure):
             (name, ctypes.c_int)
             for name in (
                 "batch kv_heads group max_pages max_splits sink_pages recent_pages sliding_window is_bfloat consumers "
-                " stages stage_bytes short_split_pages long_split_pages short_pages"
+                "stages stage_bytes split_pages"
             ).split()
         ],
     ]
 
 
-def max_splits(max_pages: int) -> int:
+def max_splits(max_pages: int, split_pages: int) -> int:
     """Splits of one sequence and KV head at most."""
-    short = -(-min(max_pages, SHORT_PAGES) // SHORT_SPLIT_PAGES)
-    return max(1, short, -(-max_pages // LONG_SPLIT_PAGES))
+    return max(1, -(-max_pages // split_pages))
 
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
     """Scratch memory of decode launches on one stream, for any batch up to what it was allocated for.
 
-    partial_out: fp32 [units, group * head_dim]; partial_lse: fp32 [units, group].
+    partial_out: fp32 [units, group * head_dim]; partial_lse: fp32 [units, group]. split_pages: pages of a sequence that
+    one block attends over; it shapes the order of sums, so keep one value for the life of an engine.
     """
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+    split_pages: int
 
     @classmethod
     def allocate(
-        cls, batch: int, q_heads: int, kv_heads: int, head_dim: int, max_pages: int, device: torch.device | str
+        cls,
+        batch: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        max_pages: int,
+        device: torch.device | str,
+        *,
+        split_pages: int = SPLIT_PAGES,
     ) -> DecodeWorkspace:
-        units, group = batch * kv_heads * max_splits(max_pages), q_heads // kv_heads
+        units, group = batch * kv_heads * max_splits(max_pages, split_pages), q_heads // kv_heads
         return cls(
             torch.empty(units, group * head_dim, dtype=torch.float32, device=device),
             torch.empty(units, group, dtype=torch.float32, device=device),
+            split_pages,
         )
 
 
@@ -108,6 +123,7 @@ def decode_attention(
         [fmt.k.bits, SCALE_KINDS[fmt.k.scale], fmt.v.bits, SCALE_KINDS[fmt.v.scale]],
         [policy.sink_pages, policy.recent_pages, sliding_window or 0],
         softmax_scale,
+        workspace.split_pages,
     )
 
 
@@ -124,11 +140,13 @@ def decode_attention_op(
     format_code: list[int],
     policy: list[int],
     softmax_scale: float,
+    split_pages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fmt = format_of(format_code)
     batch, q_heads, head_dim = q.shape
     kv_heads = open_pool.shape[2]
     _check_inputs(q, open_pool, sealed_pool, block_table, seq_lens, fmt)
+    check_static(static_scales, fmt, kv_heads, head_dim, q.device)
     out = torch.empty_like(q)
     log_sum_exp = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     if batch == 0:
@@ -138,7 +156,8 @@ def decode_attention_op(
     instance = DecodeInstance.for_shape(fmt, head_dim, group)
     architecture = driver.device_architecture(device)
     plan = plan_decode(instance, architecture)
-    _check_workspace(partial_out, partial_lse, batch, kv_heads, group, head_dim, block_table.shape[1])
+    splits = max_splits(block_table.shape[1], split_pages)
+    _check_workspace(partial_out, partial_lse, batch, kv_heads, group, head_dim, splits)
     pointers = [t.data_ptr() for t in (q, out, log_sum_exp, open_pool, sealed_pool, block_table, seq_lens)]
     pointers += [t.data_ptr() if t.numel() else 0 for t in static_scales]
     pointers += [t.data_ptr() for t in (partial_out, partial_lse)]
@@ -149,15 +168,13 @@ def decode_attention_op(
         kv_heads,
         group,
         block_table.shape[1],
-        max_splits(block_table.shape[1]),
+        splits,
         *policy,
         int(q.dtype is torch.bfloat16),
         plan.consumers,
         plan.stages,
         plan.stage_bytes,
-        SHORT_SPLIT_PAGES,
-        LONG_SPLIT_PAGES,
-        SHORT_PAGES,
+        split_pages,
     )
     attend = driver.load_function(instance.source, "decode_attention", device, SHARED_BYTES[architecture] - 1024)
     combine = driver.load_function(combine_source(head_dim), "combine_splits", device)
@@ -181,6 +198,20 @@ def format_of(code: list[int]) -> KVFormat:
 def static_tensors(scales: LayerScales) -> list[torch.Tensor]:
     """K's scale and zero point, then V's, for the custom ops; empty where the format has none."""
     return [tensor for part in (scales.k, scales.v) for tensor in _scale_and_zero(part)]
+
+
+def check_static(
+    static_scales: list[torch.Tensor], fmt: KVFormat, kv_heads: int, head_dim: int, device: torch.device
+) -> None:
+    """A static format has fp32 scales and zero points of every KV head and channel on the GPU."""
+    for name, part, pair in (("K", fmt.k, static_scales[:2]), ("V", fmt.v, static_scales[2:])):
+        if part.scale is not ScaleKind.STATIC_CHANNEL:
+            continue
+        if any(t.numel() != kv_heads * head_dim or t.dtype != torch.float32 or t.device != device for t in pair):
+            raise NibbleError(
+                f"static scales of {name}: got {[(t.dtype, tuple(t.shape), str(t.device)) for t in pair]}, allowed fp32 "
+                f"[{kv_heads}, 1, {head_dim}] scale and zero point on {device}; run `make calibrate`, then `make engine`"
+            )
 
 
 def _scale_and_zero(scales: ScaleZero | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,12 +238,18 @@ def _check_inputs(
     check_tensor("seq_lens", seq_lens, (batch,), (torch.int32,), q.device)
     if q_heads % kv_heads:
         raise NibbleError(f"decode kernel: got {q_heads} query heads and {kv_heads} KV heads; allowed: a multiple")
+    if batch > MAX_BATCH:
+        raise NibbleError(f"decode kernel, batch: got {batch}, allowed up to {MAX_BATCH}; split the batch")
     if q.device.type != "cuda":
         raise NibbleError(f"decode kernel: got tensors on {q.device}, allowed cuda; the CPU has its own backend")
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> None:
     fits = tensor.dim() == len(shape) and all(w is None or w == n for w, n in zip(shape, tensor.shape, strict=True))
     if not fits or tensor.dtype not in dtypes or tensor.device != device or not tensor.is_contiguous():
@@ -229,11 +266,11 @@ def _check_workspace(
     kv_heads: int,
     group: int,
     head_dim: int,
-    max_pages: int,
+    splits: int,
 ) -> None:
-    units = batch * kv_heads * max_splits(max_pages)
+    units = batch * kv_heads * splits
     if partial_out.numel() < units * group * head_dim or partial_lse.numel() < units * group:
         raise NibbleError(
-            f"decode workspace: too small for {batch} sequences of {max_pages} pages, {kv_heads} KV heads, groups of "
+            f"decode workspace: too small for {batch} sequences in {splits} splits, {kv_heads} KV heads, groups of "
             f"{group}; allocate it with DecodeWorkspace.allocate for the largest batch and block table"
         )

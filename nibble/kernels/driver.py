@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def multiprocessors(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_function(source: KernelSource, name: str, device_index: int, shared_bytes: int = 0) -> Any:
     """The kernel on that GPU, compiled if it is not in the cache; shared_bytes: the dynamic shared memory it may use."""
     from cuda.bindings import driver

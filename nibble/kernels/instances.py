@@ -20,6 +20,7 @@ MAX_GROUP = 16
 MAX_BATCH = 1024
 UNIT_TABLE = 128
 MAX_STAGES = 32
+SPILL_LIMIT = 64  # bytes; what spills in a few instances is read once for a unit of work, never for an item
 SCALE_KINDS = {ScaleKind.NONE: 0, ScaleKind.PAGE_CHANNEL: 1, ScaleKind.TOKEN: 2, ScaleKind.STATIC_CHANNEL: 3}
 # Shared memory of a multiprocessor; a block may have all of it but 1 KB.
 SHARED_BYTES = {"sm_80": 167936, "sm_89": 102400, "sm_90a": 233472, "sm_100a": 233472, "sm_120a": 102400}
@@ -122,7 +123,9 @@ def plan_decode(instance: DecodeInstance, architecture: str) -> DecodePlan:
         if 3 * stages >= 4 * consumers:
             threads = 32 * (consumers + 2 + instance.mergers)
             return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes, threads)
-    raise NibbleError(f"decode kernel at head size {instance.head_dim}: does not fit the shared memory of {architecture}")
+    raise NibbleError(
+        f"decode kernel at head size {instance.head_dim}: does not fit the shared memory of {architecture}"
+    )
 
 
 def combine_source(head_dim: int) -> KernelSource:
@@ -150,6 +153,14 @@ def seal_source(fmt: KVFormat, head_dim: int) -> KernelSource:
 def seal_shared_bytes(head_dim: int) -> int:
     """K and V of a page, rows padded by 16 bytes."""
     return 2 * 64 * (2 * head_dim + 16)
+
+
+def all_sources() -> list[tuple[KernelSource, int]]:
+    """Every kernel of this package with the registers that its threads may use."""
+    decode = [(instance.source, instance.max_registers) for instance in all_decode_instances()]
+    combine = [(combine_source(head_dim), 255) for head_dim in KERNEL_HEAD_DIMS]
+    seal = [(seal_source(fmt, head_dim), 255) for fmt in FORMATS.values() for head_dim in KERNEL_HEAD_DIMS]
+    return [*decode, *combine, *seal, (KernelSource("append.cu"), 255), (KernelSource("read.cu"), 255)]
 
 
 def all_decode_instances() -> list[DecodeInstance]:

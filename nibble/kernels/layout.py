@@ -102,9 +102,7 @@ def _map_codes(pages: torch.Tensor, layout: SealedPageLayout, convert) -> torch.
     return torch.cat((k, v, pages[..., layout.v_codes.stop :]), dim=-1)
 
 
-def _to_operand_order(
-    packed: torch.Tensor, fmt: TensorFormat, tiles: int, head_dim: int, is_key: bool
-) -> torch.Tensor:
+def _to_operand_order(packed: torch.Tensor, fmt: TensorFormat, tiles: int, head_dim: int, is_key: bool) -> torch.Tensor:
     rows = packed.unflatten(-1, (PAGE_TOKENS, head_dim * fmt.bits // 8))
     order = operand_order(fmt.bits, tiles, head_dim, is_key).to(packed.device)
     codes = unpack_codes(rows, fmt.bits).flatten(-2)[..., order]

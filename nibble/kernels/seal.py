@@ -13,7 +13,7 @@ from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat, SealedPageLayout
 from nibble.kernels import driver
 from nibble.kernels.compiler import KernelSource
-from nibble.kernels.decode import check_tensor, format_of, static_tensors
+from nibble.kernels.decode import check_static, check_tensor, format_of, static_tensors
 from nibble.kernels.instances import SCALE_KINDS, seal_shared_bytes, seal_source
 from nibble.reference import LayerScales
 
@@ -123,6 +123,7 @@ def seal_pages_op(
     check_tensor("sealed_pool", sealed_pool, (None, kv_heads, page_bytes), (torch.uint8,), device)
     check_tensor("open_pages", open_pages, (None,), (torch.int32,), device)
     check_tensor("sealed_pages", sealed_pages, tuple(open_pages.shape), (torch.int32,), device)
+    check_static(static_scales, fmt, kv_heads, head_dim, device)
     if open_pages.shape[0] == 0:
         return
     params = SealParams(

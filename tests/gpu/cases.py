@@ -46,7 +46,12 @@ class PagedBatch:
     def workspace(self) -> DecodeWorkspace:
         case = self.case
         return DecodeWorkspace.allocate(
-            len(case.lengths), case.kv_heads * case.group, case.kv_heads, case.head_dim, self.block_table.shape[1], "cuda"
+            len(case.lengths),
+            case.kv_heads * case.group,
+            case.kv_heads,
+            case.head_dim,
+            self.block_table.shape[1],
+            "cuda",
         )
 
     def decode(self, workspace: DecodeWorkspace | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,7 +66,5 @@ struct DecodeParams {
     int consumers;             // consumer warps of this launch
     int stages;                // stages of the ring
     int stage_bytes;
-    int short_split_pages;     // pages of a split up to short_pages visible pages, and beyond
-    int long_split_pages;
-    int short_pages;
+    int split_pages;           // pages of a split at most
 };

@@ -33,8 +33,7 @@ DEVICE Visible visible_pages(const DecodeParams& p, int seq_len) {
     v.page_begin = window_begin(p, seq_len) / kPageTokens;
     v.page_end = (seq_len + kPageTokens - 1) / kPageTokens;
     const int pages = v.page_end - v.page_begin;
-    const int most = pages <= p.short_pages ? p.short_split_pages : p.long_split_pages;
-    v.num_splits = max(1, (pages + most - 1) / most);
+    v.num_splits = max(1, (pages + p.split_pages - 1) / p.split_pages);
     v.split_pages = (pages + v.num_splits - 1) / v.num_splits;
     return v;
 }

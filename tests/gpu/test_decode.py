@@ -1,0 +1,147 @@
+"""Decode attention on the GPU against the float64 oracle. Outputs are poisoned; unfilled rows of open pages are NaN."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nibble.errors import NibbleError
+from nibble.formats import FORMATS, KVFormat
+from nibble.kernels.decode import DecodeWorkspace
+from nibble.kernels.instances import KERNEL_HEAD_DIMS
+from nibble.visibility import PagePolicy
+from tests.gpu.cases import DecodeCase, PagedBatch, make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+INT4 = FORMATS["int4"]
+EDGES = (0, 1, 63, 64, 65, 128, 129, 192, 193, 1000, 3000, 4097)
+SHORT = (1, 65, 700, 2500)
+
+
+def check(batch: PagedBatch, tolerance: float = 1e-3, workspace: DecodeWorkspace | None = None) -> None:
+    out, log_sum_exp = batch.decode(workspace)
+    for row, length in enumerate(batch.case.lengths):
+        if length == 0:
+            assert (out[row] == 0).all() and (log_sum_exp[row] == -torch.inf).all()
+            continue
+        expected = batch.expected(row)
+        error = (out[row].double() - expected.out[0]).norm() / expected.out[0].norm()
+        assert error < tolerance, f"row {row}, {length} tokens: relative error {error:.2e}"
+        torch.testing.assert_close(log_sum_exp[row].double(), expected.log_sum_exp[0], rtol=1e-6, atol=2e-3)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Freshly allocated outputs hold NaN."""
+    blocks = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(8)]
+    del blocks
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+def test_formats_and_head_sizes(fmt: KVFormat, head_dim: int) -> None:
+    check(make_batch(DecodeCase(fmt, SHORT, head_dim=head_dim)))
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("hard_keys", [False, True])
+def test_lengths_at_page_edges(fmt: KVFormat, hard_keys: bool) -> None:
+    check(make_batch(DecodeCase(fmt, EDGES, hard_keys=hard_keys)))
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_groups(group: int, head_dim: int) -> None:
+    check(make_batch(DecodeCase(INT4, SHORT, group=group, head_dim=head_dim)))
+
+
+@pytest.mark.parametrize("policy", [PagePolicy(0, 0), PagePolicy(2, 0), PagePolicy(3, 4)])
+def test_policies(policy: PagePolicy) -> None:
+    check(make_batch(DecodeCase(INT4, EDGES, policy=policy)))
+
+
+@pytest.mark.parametrize("window", [1, 64, 100, 1000])
+def test_sliding_windows(window: int) -> None:
+    check(make_batch(DecodeCase(INT4, EDGES, sliding_window=window)))
+
+
+def test_bf16_queries() -> None:
+    check(make_batch(DecodeCase(INT4, SHORT, dtype=torch.bfloat16)), tolerance=4e-3)
+
+
+@pytest.mark.parametrize("length", [8192, 32768])
+def test_long_sequences(length: int) -> None:
+    check(make_batch(DecodeCase(INT4, (length, 77), kv_heads=1)))
+
+
+@pytest.mark.parametrize("split_pages", [1, 4, 16, 64])
+def test_split_sizes(split_pages: int) -> None:
+    batch = make_batch(DecodeCase(INT4, EDGES))
+    check(batch, workspace=workspace_of(batch, split_pages))
+
+
+def test_more_units_than_a_block_lists_at_once() -> None:
+    batch = make_batch(DecodeCase(INT4, (20000,) * 9, kv_heads=8))
+    check(batch, workspace=workspace_of(batch, 1))
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    batch = make_batch(DecodeCase(INT4, (3000, 1, 4097, 640, 5000, 64)))
+    out, log_sum_exp = batch.decode()
+    for rows in ([0], [2], [4, 0], [5, 4, 3, 2, 1]):
+        part_out, part_sum = batch.select(rows).decode()
+        assert torch.equal(part_out, out[rows]) and torch.equal(part_sum, log_sum_exp[rows])
+
+
+def test_repeated_launches_give_the_same_bits() -> None:
+    """An error that moves is a race."""
+    batch = make_batch(DecodeCase(INT4, (3000, 1, 4097, 640) * 8, kv_heads=8))
+    workspace = batch.workspace()
+    first = batch.decode(workspace)[0]
+    assert all(torch.equal(batch.decode(workspace)[0], first) for _ in range(50))
+
+
+def test_a_graph_serves_other_lengths_than_it_was_captured_with() -> None:
+    batch = make_batch(DecodeCase(INT4, (3000, 4097, 640)))
+    workspace, graph = batch.workspace(), torch.cuda.CUDAGraph()
+    lengths = batch.seq_lens.clone()
+    batch.decode(workspace)
+    batch.seq_lens.fill_(1)
+    with torch.cuda.graph(graph):
+        out, log_sum_exp = batch.decode(workspace)
+    batch.seq_lens.copy_(lengths)
+    graph.replay()
+    expected = batch.decode(workspace)
+    assert torch.equal(out, expected[0]) and torch.equal(log_sum_exp, expected[1])
+
+
+def test_torch_compile_keeps_the_op() -> None:
+    batch = make_batch(DecodeCase(INT4, (700, 65)))
+    workspace = batch.workspace()
+    compiled = torch.compile(lambda: batch.decode(workspace)[0] + 0, fullgraph=True)
+    assert torch.equal(compiled(), batch.decode(workspace)[0])
+
+
+def test_bad_arguments_are_named() -> None:
+    batch = make_batch(DecodeCase(INT4, (700, 65)))
+    with pytest.raises(NibbleError, match="decode workspace: too small"):
+        batch.select([0]).decode(workspace_of(batch.select([]), 64))
+    with pytest.raises(NibbleError, match="seq_lens: got torch.int64"):
+        replace(batch, seq_lens=batch.seq_lens.long()).decode()
+
+
+def workspace_of(batch: PagedBatch, split_pages: int) -> DecodeWorkspace:
+    case = batch.case
+    return DecodeWorkspace.allocate(
+        len(case.lengths),
+        case.kv_heads * case.group,
+        case.kv_heads,
+        case.head_dim,
+        batch.block_table.shape[1],
+        "cuda",
+        split_pages=split_pages,
+    )
