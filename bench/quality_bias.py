@@ -28,7 +28,7 @@ from nibble.paths import REPOSITORY_ROOT
 from nibble.stage import console, run_stage
 
 RESULTS = REPOSITORY_ROOT / "bench" / "results" / "key_bias.json"
-RELATIVE = 3.0  # bias over the spread of the pair's K, after scaling
+RELATIVE = 3.0  # bias over the spread of the pair's K, after scaling (--relative)
 PAIRS = (1, 8, 20)  # of head_dim / 2 rotary pairs: fast, middling, slow
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         subject = load_subject(arguments.model, arguments.device)
         spreads = _pair_spread(subject.model, subject.calibration(1))
         if bias:
-            inject_bias(subject.model, spreads, bias)
+            inject_bias(subject.model, spreads, bias, arguments.relative)
         bench = Bench(subject.model, subject.calibration(arguments.calibration), arguments.batch)
         plain = bench.statistics
         windows = subject.windows("eval", arguments.windows, arguments.tokens)
@@ -51,15 +51,16 @@ def main() -> None:
             bench.statistics = subtracted if scheme.subtract else _marked(plain, subtracted)
             record = bench.measure(windows, reference, scheme).record()
             records.append({"model": f"{subject.name} + bias {bias:g}", "format": scheme.name, **record,
-                            "bias": bias, "text": "eval", "commit": arguments.commit or commit()})  # fmt: skip
+                            "bias": bias, "relative": arguments.relative, "text": "eval",
+                            "commit": arguments.commit or commit()})  # fmt: skip
             console.print(f"bias {bias:<6g}{scheme.name:34} KL {record['kl_mean']:<10} p99.9 {record['kl_p999']:<8} "
                           f"ppl fp32 {record['ppl_fp16']}")  # fmt: skip
-    merge(arguments.out, records)
+            merge(arguments.out, records)
     print(json.dumps({"records": len(records)}))
 
 
 @torch.no_grad()
-def inject_bias(model: PreTrainedModel, spreads: torch.Tensor, bias: float, layer: int = 0) -> None:
+def inject_bias(model: PreTrainedModel, spreads: torch.Tensor, bias: float, relative: float, layer: int = 0) -> None:
     """Add the bias in place. spreads: of each KV head's pairs, [kv_heads, D / 2]."""
     attention = model.model.layers[layer].self_attn
     kv_heads, half = spreads.shape
@@ -69,7 +70,7 @@ def inject_bias(model: PreTrainedModel, spreads: torch.Tensor, bias: float, laye
     bias_of = torch.zeros(kv_heads, 2, half, device=k.device)
     for head in range(kv_heads):
         for pair in (p for p in PAIRS if p < half):
-            factor = bias / (RELATIVE * spreads[head, pair])
+            factor = bias / (relative * spreads[head, pair])
             k[head, :, pair] *= factor
             q[head, :, :, pair] /= factor
             bias_of[head, :, pair] = bias * torch.randn(2, generator=signs).sign().to(k.device)
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.quality_bias", description="Large K biases.")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--biases", default="0,20,100,300,600,900")
+    parser.add_argument("--relative", type=float, default=RELATIVE, help="bias over the spread of the pair's K")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--calibration", type=int, default=4)

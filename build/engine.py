@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from build.key_basis import static_scales_in_basis
 from build.key_plan import as_stored, explain_transform, plan_key_transforms
 from build.layer_plan import LayerPlan, asked_formats, plan_layers
 from build.preflight import Preflight, preflight_table, require_flyable, run_preflight
@@ -126,9 +128,11 @@ def _write_engine(request: BuildRequest, key: str, preflight: Preflight, folder:
     plans = plan_layers(request.kv, request.mix, shape.num_layers, request.calibration, preflight)
     formats = [plan.fmt for plan in plans]
     _copy_tokenizer(request.source, folder / TOKENIZER_DIR)
+    transforms = plan_key_transforms(request.source, request.model, formats, preflight, console)
+    write_key_transforms(folder, transforms)
     if any(fmt.needs_calibration for fmt in formats):
-        _write_static_scales(request, formats, folder)
-    write_key_transforms(folder, plan_key_transforms(request.source, request.model, formats, preflight, console))
+        scales = static_scales_in_basis(request.source, request.model, formats, transforms, console)
+        _write_static_scales(request, formats, scales, folder)
     layers = _check_layers(request, plans, folder, console)
     content = _content(request, key, layers, _hash_files(folder))
     content["preflight"] = preflight.entry.model_dump()
@@ -146,11 +150,14 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def _write_static_scales(request: BuildRequest, formats: list[KVFormat], folder: Path) -> None:
+def _write_static_scales(
+    request: BuildRequest, formats: list[KVFormat], in_basis: dict[str, torch.Tensor], folder: Path
+) -> None:
+    """Scales from calibrated ranges, but for layers in another basis, which have their own."""
     from build.static_pack import pack_static_scales
 
     assert request.calibration is not None  # the command line calibrates first
-    save_file(pack_static_scales(request.calibration, formats), folder / STATIC_FILE)
+    save_file({**pack_static_scales(request.calibration, formats), **in_basis}, folder / STATIC_FILE)
 
 
 def _check_layers(

@@ -1,13 +1,17 @@
-"""The balanced basis of each layer's K for an engine (`nibble.balance`), made from calibration prompts and kept.
+"""In which basis an engine stores K and V (`nibble.balance`), and static scales that fit it.
 
-    engines/<model>/calibration/key_basis.safetensors   layers.{i}.{forward,reader}; metadata: what it was made from
+    engines/<model>/calibration/kv_moments.safetensors   layers.{i}.{moment}; metadata: what they were made from
 
-One pass over a few windows; the file serves every KV recipe of the model.
+One pass over a few windows of calibration prompts gives the moments; the file serves every KV recipe of the model.
+Static scales of 4 bits span `STATIC_SPAN` standard deviations to each side of the mean: in the balanced basis values
+are close to normal, and a step too wide for all of them costs more than the few that are cut off.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -16,63 +20,115 @@ from safetensors.torch import save
 
 from build.real_pages import LayerPages
 from nibble import atomic
-from nibble.balance import RIDGE, BasisChange
-from nibble.formats import KVFormat, ScaleKind
+from nibble.formats import KVFormat, ScaleKind, TensorFormat
 from nibble.hashing import files_sha256, json_sha256
 from nibble.key_transform import KEYS_FILE, KeyTransform
 from nibble.models import device_options, hash_source, load_model, load_tokenizer, read_shape
 from nibble.paths import calibration_dir
 from nibble.recipes import ModelRecipe
+from nibble.rotation import hadamard_matrix, rotate
+from nibble.static_scales import check_scales
 
-BASIS_FILE = "key_basis.safetensors"
+if TYPE_CHECKING:
+    from calibrate.key_moments import LayerMoments
+
+MOMENTS_FILE = "kv_moments.safetensors"
+MOMENTS_VERSION = 1  # raise it when what is collected changes
 BASIS_REASON = f"K is stored in a balanced basis ({KEYS_FILE}), which Q is multiplied into after RoPE"
 WINDOWS = 6
 PROMPTS_DRAWN = 200
 ENOUGH_TOKENS = 512  # windows shorter than this say too little of a page's spread
+STATIC_SPAN = 2.75
 
 
 def wants_basis(fmt: KVFormat) -> bool:
-    """True for formats whose K is coarse enough to gain: 4 bits with a scale for each channel of a page."""
-    return fmt.k.bits == 4 and fmt.k.scale is ScaleKind.PAGE_CHANNEL
+    """True for formats whose K is coarse enough to gain: 4 bits, scales for each channel."""
+    return fmt.k.bits == 4 and fmt.k.scale in (ScaleKind.PAGE_CHANNEL, ScaleKind.STATIC_CHANNEL)
 
 
 def find_key_transforms(
     source: Path, recipe: ModelRecipe, formats: list[KVFormat], console: Console
 ) -> dict[int, KeyTransform]:
-    """The transform of each layer that wants one; {} for models whose context is too short to tell."""
-    shape = read_shape(source)
-    if not any(map(wants_basis, formats)) or shape.max_positions < ENOUGH_TOKENS:
+    """The transform of each layer that wants one; {} for models whose context is too short to tell.
+
+    Raises NibbleError naming the layer whose moments are not usable.
+    """
+    from calibrate.key_moments import layer_basis
+
+    if not any(map(wants_basis, formats)) or read_shape(source).max_positions < ENOUGH_TOKENS:
         return {}
-    bases = _find_bases(source, recipe, console)
-    return {layer: KeyTransform(bases[layer]) for layer, fmt in enumerate(formats) if wants_basis(fmt)}
+    moments = _find_moments(source, recipe, console)
+    return {
+        layer: KeyTransform(
+            layer_basis(layer, moments[layer], fmt.k.scale is ScaleKind.STATIC_CHANNEL),
+            rotate_value=_is_static4(fmt.v) and not fmt.v.rotated,
+        )
+        for layer, fmt in enumerate(formats)
+        if wants_basis(fmt)
+    }
+
+
+def static_scales_in_basis(
+    source: Path, recipe: ModelRecipe, formats: list[KVFormat], transforms: dict[int, KeyTransform], console: Console
+) -> dict[str, torch.Tensor]:
+    """Entries of kv_static.safetensors that replace those from calibrated ranges: 4-bit layers in a new basis."""
+    tensors: dict[str, torch.Tensor] = {}
+    static = [layer for layer, fmt in enumerate(formats) if _is_static4(fmt.k) or _is_static4(fmt.v)]
+    moments = _find_moments(source, recipe, console) if set(static) & set(transforms) else []
+    for layer in static:
+        transform = transforms.get(layer, KeyTransform())
+        if transform.basis is None:
+            continue
+        rotation = hadamard_matrix(transform.basis.forward.shape[-1])
+        changes = {"k": transform.basis.forward.double(), "v": rotation}
+        for tensor, change in changes.items():
+            fmt = getattr(formats[layer], tensor)
+            if _is_static4(fmt) and (tensor == "k" or transform.rotate_value):
+                mean, covariance = moments[layer].spread(tensor)
+                centre = (change @ mean.unsqueeze(-1)).squeeze(-1)
+                deviation = (change @ covariance @ change.mT).diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+                scale = (2 * STATIC_SPAN / fmt.levels * deviation).float().contiguous()
+                zero = (centre - STATIC_SPAN * deviation).float().contiguous()
+                check_scales(scale, zero, f"layer {layer} {tensor.upper()}")
+                tensors[f"layers.{layer}.{tensor}.scale"], tensors[f"layers.{layer}.{tensor}.zero"] = scale, zero
+    return tensors
 
 
 def stored_pages(pages: LayerPages, transform: KeyTransform | None) -> LayerPages:
-    """Pages as the cache holds them: K in the basis."""
+    """Pages as the cache holds them."""
     if transform is None:
         return pages
     tokens = pages.k.transpose(1, 2).flatten(0, 1)  # [pages * 64, heads, channels]
     k = transform.store(tokens).unflatten(0, (len(pages.k), -1)).transpose(1, 2).half()
-    return LayerPages(k, pages.v)
+    return LayerPages(k, rotate(pages.v.float()).half() if transform.rotate_value else pages.v)
 
 
-def _find_bases(source: Path, recipe: ModelRecipe, console: Console) -> list[BasisChange]:
+def _is_static4(fmt: TensorFormat) -> bool:
+    return fmt.bits == 4 and fmt.scale is ScaleKind.STATIC_CHANNEL
+
+
+def _find_moments(source: Path, recipe: ModelRecipe, console: Console) -> list[LayerMoments]:
     from calibrate.run import SHIPPED_PROMPTS
 
-    path = calibration_dir(recipe.name) / BASIS_FILE
-    made_of = [hash_source(source).weights_sha256, files_sha256([SHIPPED_PROMPTS]), recipe.dtype, RIDGE, WINDOWS]
-    identity = json_sha256(made_of)
+    path = calibration_dir(recipe.name) / MOMENTS_FILE
+    made_of = [hash_source(source).weights_sha256, files_sha256([SHIPPED_PROMPTS]), recipe.dtype, recipe.max_context]
+    identity = json_sha256([*made_of, WINDOWS, MOMENTS_VERSION])
     with atomic.exclusive(path, console.print):
         found = _read(path, identity)
         if found is None:
-            found = _make(source, recipe, SHIPPED_PROMPTS, console)
-            tensors = {f"layers.{i}.{n}": getattr(b, n) for i, b in enumerate(found) for n in ("forward", "reader")}
+            found = _collect(source, recipe, SHIPPED_PROMPTS, console)
+            tensors = {
+                f"layers.{index}.{field.name}": getattr(layer, field.name).float().contiguous()
+                for index, layer in enumerate(found)
+                for field in fields(layer)
+            }
             atomic.write_bytes(path, save(tensors, metadata={"identity": identity}))
+            found = _read(path, identity) or found  # what later builds will see, rounded to float32
     return found
 
 
-def _make(source: Path, recipe: ModelRecipe, prompts: Path, console: Console) -> list[BasisChange]:
-    from calibrate.key_moments import WINDOW_TOKENS, balance_keys
+def _collect(source: Path, recipe: ModelRecipe, prompts: Path, console: Console) -> list[LayerMoments]:
+    from calibrate.key_moments import WINDOW_TOKENS, collect_moments
     from calibrate.prompt_set import encode_prompts, load_prompt_set
 
     shape = read_shape(source)
@@ -82,17 +138,22 @@ def _make(source: Path, recipe: ModelRecipe, prompts: Path, console: Console) ->
     windows = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)[:WINDOWS]
     with console.status(f"balancing K: {windows.numel()} tokens of calibration prompts"):
         model = load_model(source, recipe.dtype, **device_options())
-        return balance_keys(model, windows, min(shape.max_positions, recipe.max_context))
+        return collect_moments(model, windows, min(shape.max_positions, recipe.max_context))
 
 
-def _read(path: Path, identity: str) -> list[BasisChange] | None:
-    """The bases that are there, when they are whole and of that identity."""
+def _read(path: Path, identity: str) -> list[LayerMoments] | None:
+    """The moments that are there, when they are whole and of that identity."""
+    from calibrate.key_moments import LayerMoments
+
+    names = [field.name for field in fields(LayerMoments)]
     try:
         with safe_open(path, framework="pt") as stream:
             if stream.metadata()["identity"] != identity:
                 return None
-            count = len(list(stream.keys())) // 2
-            names = [(f"layers.{i}.forward", f"layers.{i}.reader") for i in range(count)]
-            return [BasisChange(stream.get_tensor(forward), stream.get_tensor(reader)) for forward, reader in names]
+            count = len(list(stream.keys())) // len(names)
+            return [
+                LayerMoments(*(stream.get_tensor(f"layers.{index}.{name}").double() for name in names))
+                for index in range(count)
+            ]
     except (OSError, SafetensorError, KeyError, TypeError):
         return None

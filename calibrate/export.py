@@ -60,10 +60,10 @@ def export_scales(calibration: Calibration, num_layers: int, form: ExportForm) -
     """The tensors of an export. Raises NibbleError naming the layer of a range that gives no scale."""
     tensors = {}
     for layer in range(num_layers):
-        scales = {tensor: _scale(calibration, layer, tensor, form) for tensor in TENSORS}
-        scales_by_role: dict[str, torch.Tensor] = {**scales, "kv": torch.maximum(scales["k"], scales["v"])}
+        scales: dict[str, torch.Tensor] = {tensor: _scale(calibration, layer, tensor, form) for tensor in TENSORS}
+        scales["kv"] = torch.maximum(scales["k"], scales["v"])
         for role, name in NAMES[form.to].items():
-            tensors[name.format(layer=layer)] = scales_by_role[role].contiguous()
+            tensors[name.format(layer=layer)] = scales[role].contiguous()
     return tensors
 
 

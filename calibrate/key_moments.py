@@ -8,7 +8,7 @@ out, since sinks stay in fp16.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -28,41 +28,67 @@ FEWEST_TOKENS = 4 * PAGE_TOKENS
 
 @dataclass
 class LayerMoments:
-    """Sums over tokens, float64 [num_kv_heads, head_dim, head_dim]: k about its page's mean, q about zero."""
+    """Sums over tokens, float64 [num_kv_heads, head_dim, head_dim] unless said otherwise.
 
-    k: torch.Tensor
+    page: K about its page's mean; q, k, v: about zero; k_sum, v_sum: [num_kv_heads, head_dim]; tokens: of k and v.
+    """
+
+    page: torch.Tensor
     q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    k_sum: torch.Tensor
+    v_sum: torch.Tensor
+    tokens: torch.Tensor
 
-    def add(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        """query [1, q_heads, tokens, D], key [1, kv_heads, tokens, D], both after RoPE."""
+    @classmethod
+    def zero(cls, device: torch.device) -> LayerMoments:
+        """Nothing seen yet."""
+        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """query [1, q_heads, tokens, D], key and value [1, kv_heads, tokens, D]; Q and K after RoPE."""
         full = key.shape[2] // PAGE_TOKENS * PAGE_TOKENS
         pages = key[0, :, PAGE_TOKENS:full].double().unflatten(1, (-1, PAGE_TOKENS))
         centred = (pages - pages.mean(2, keepdim=True)).flatten(1, 2)
         readers = query[0, :, PAGE_TOKENS:].double().unflatten(0, (key.shape[1], -1)).flatten(1, 2)
-        self.k = self.k + centred.mT @ centred
+        keys, values = (tensor[0, :, PAGE_TOKENS:].double() for tensor in (key, value))
+        self.page = self.page + centred.mT @ centred
         self.q = self.q + readers.mT @ readers
+        self.k, self.v = self.k + keys.mT @ keys, self.v + values.mT @ values
+        self.k_sum, self.v_sum = self.k_sum + keys.sum(1), self.v_sum + values.sum(1)
+        self.tokens = self.tokens + keys.shape[1]
+
+    def spread(self, tensor: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean [heads, D] and covariance [heads, D, D] of K ("k") or V ("v")."""
+        mean = getattr(self, f"{tensor}_sum") / self.tokens
+        return mean, getattr(self, tensor) / self.tokens - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+
+    def basis(self, static: bool) -> BasisChange:
+        """The balanced basis of K; static: for zero points that can't follow each page's mean."""
+        return balanced_rotation(self.spread("k")[1] if static else self.page, self.q)
 
 
 def balance_keys(model: PreTrainedModel, windows: torch.Tensor, positions: int) -> list[BasisChange]:
-    """The basis of each layer's K, on the CPU.
+    """The basis of each layer's K, as in `collect_moments`."""
+    return [layer_basis(layer, found) for layer, found in enumerate(collect_moments(model, windows, positions))]
 
-    windows: int64 [windows, tokens]; positions: how far offsets reach. Changes the model's attention function back when
-    done. Raises NibbleError naming the layer: NaN, Inf or a head without variance, or windows that are too short.
-    """
-    moments = collect_moments(model, windows, positions)
-    bases = []
-    for layer, found in enumerate(moments):
-        try:
-            basis = balanced_rotation(found.k.cpu(), found.q.cpu())
-        except NibbleError as error:
-            raise NibbleError(f"layer {layer} K: {error}") from error
-        bases.append(basis)
-    return bases
+
+def layer_basis(layer: int, moments: LayerMoments, static: bool = False) -> BasisChange:
+    """The basis of one layer's K. Raises NibbleError naming the layer: NaN, Inf, or a head without variance."""
+    try:
+        return moments.basis(static)
+    except NibbleError as error:
+        raise NibbleError(f"layer {layer} K: {error}") from error
 
 
 @torch.inference_mode()
 def collect_moments(model: PreTrainedModel, windows: torch.Tensor, positions: int) -> list[LayerMoments]:
-    """The moments of each layer."""
+    """The moments of each layer, on the CPU.
+
+    windows: int64 [windows, tokens]; positions: how far offsets reach. The model's attention function is as before when
+    done. Raises NibbleError when windows are too short, or naming a layer that was never called.
+    """
     count, length = windows.shape
     if length < FEWEST_TOKENS:
         raise NibbleError(f"balancing K: got windows of {length} tokens, allowed {FEWEST_TOKENS} or more")
@@ -71,8 +97,8 @@ def collect_moments(model: PreTrainedModel, windows: torch.Tensor, positions: in
     def attention(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
     ) -> Any:
-        zero = torch.zeros((), dtype=torch.float64, device=key.device)
-        moments.setdefault(int(module.layer_idx), LayerMoments(zero, zero)).add(query, key)  # type: ignore[arg-type]
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        moments.setdefault(layer, LayerMoments.zero(key.device)).add(query, key, value)
         return sdpa_attention_forward(module, query, key, value, *arguments, **options)
 
     AttentionInterface.register(NAME, attention)
@@ -86,7 +112,10 @@ def collect_moments(model: PreTrainedModel, windows: torch.Tensor, positions: in
     missing = set(range(model.config.num_hidden_layers)) - set(moments)
     if missing:
         raise NibbleError(f"balancing K: layer {min(missing)}: its attention was never called")
-    return [moments[layer] for layer in range(model.config.num_hidden_layers)]
+    return [
+        LayerMoments(*(getattr(moments[layer], field.name).cpu() for field in fields(LayerMoments)))
+        for layer in range(model.config.num_hidden_layers)
+    ]
 
 
 def _offsets(count: int, furthest: int) -> Iterator[int]:

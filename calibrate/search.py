@@ -101,7 +101,8 @@ def search_formats(request: SearchRequest, force: bool = False) -> LayerMix:
 
 def _inputs(request: SearchRequest, source: Path) -> dict[str, Any]:
     """What the result depends on."""
-    from build.key_basis import RIDGE, WINDOWS
+    from build.key_basis import STATIC_SPAN, WINDOWS
+    from nibble.balance import RIDGE
 
     return {
         "schema": SCHEMA,
@@ -111,7 +112,7 @@ def _inputs(request: SearchRequest, source: Path) -> dict[str, Any]:
         "prompts_sha256": load_prompt_set(request.prompts).sha256,
         "seed": request.seed,
         "calibration": request.calibration.sha256 if any(f.needs_calibration for f in request.candidates) else None,
-        "key_basis": [RIDGE, WINDOWS],
+        "key_basis": [RIDGE, WINDOWS, STATIC_SPAN],
         "versions": versions(),
     }
 
@@ -135,7 +136,8 @@ def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], consol
         min(recipe.context_tokens, request.model.max_context, shape.max_positions),
     )
     page_bytes = [size.sealed_page(fmt) for fmt in request.candidates]
-    scales, transforms = _static_scales(request, shape.num_layers), _key_transforms(request, source, console)
+    transforms = _key_transforms(request, source, console)
+    scales = _static_scales(request, source, transforms, console)
     with console.status("loading the model"):
         model = load_model(source, request.model.dtype, **device_options())
     subject = SearchModel(model, scales, transforms, shape)
@@ -184,16 +186,21 @@ def _work(request: SearchRequest, layers: int) -> int:
     return recipe.windows * (alone + policies + quantized * layers) + recipe.held_out * frontier * layers
 
 
-def _static_scales(request: SearchRequest, num_layers: int) -> dict[str, list[LayerScales]]:
+def _static_scales(
+    request: SearchRequest, source: Path, transforms: dict[str, dict[int, KeyTransform]], console: Console
+) -> dict[str, list[LayerScales]]:
     """The scales that the build would pack for each static candidate."""
+    from build.key_basis import static_scales_in_basis
     from build.static_pack import pack_static_scales
 
     scales = {}
     for fmt in request.candidates:
         if fmt.needs_calibration:
-            formats = [fmt] * num_layers
+            formats = [fmt] * read_shape(source).num_layers
+            in_basis = static_scales_in_basis(source, request.model, formats, transforms[fmt.name], console)
+            packed = {**pack_static_scales(request.calibration, formats), **in_basis}
             with tempfile.TemporaryDirectory() as folder:
-                save_file(pack_static_scales(request.calibration, formats), Path(folder) / STATIC_FILE)
+                save_file(packed, Path(folder) / STATIC_FILE)
                 scales[fmt.name] = read_static_scales(Path(folder), formats)
     return scales
 

@@ -10,6 +10,7 @@ bias of hundreds, as in Qwen2, need not be stored at all.
     kv_keys.safetensors   layers.{i}.k.{forward,reader}   float32 [num_kv_heads, head_dim, head_dim]
                           layers.{i}.k.bias               float32 [num_kv_heads, head_dim], before RoPE
                           layers.{i}.k.{frequencies,scaling}   of RoPE, beside a bias
+                          layers.{i}.v.rotated            there when V is rotated whatever its format says
 """
 
 from __future__ import annotations
@@ -51,10 +52,14 @@ class KeyBias:
 
 @dataclass(frozen=True)
 class KeyTransform:
-    """basis: see `nibble.balance`; bias: taken off K before it is stored. Either may be None."""
+    """basis: see `nibble.balance`; bias: taken off K before it is stored. Either may be None.
+
+    rotate_value: V is rotated as `nibble.rotation` says although its format does not ask for it.
+    """
 
     basis: BasisChange | None = None
     bias: KeyBias | None = None
+    rotate_value: bool = False
 
     def store(self, k: torch.Tensor) -> torch.Tensor:
         """K [tokens, num_kv_heads, head_dim] in the basis, float32 when there is one."""
@@ -78,7 +83,7 @@ class KeyTransform:
             basis = BasisChange(basis.forward.to(device), basis.reader.to(device))
         if bias is not None:
             bias = KeyBias(bias.values.to(device), bias.frequencies.to(device), bias.scaling)
-        return KeyTransform(basis, bias)
+        return KeyTransform(basis, bias, self.rotate_value)
 
 
 def write_key_transforms(folder: Path, transforms: dict[int, KeyTransform]) -> None:
@@ -93,6 +98,8 @@ def write_key_transforms(folder: Path, transforms: dict[int, KeyTransform]) -> N
             tensors[f"layers.{layer}.k.bias"] = bias.values.float().contiguous()
             tensors[f"layers.{layer}.k.frequencies"] = bias.frequencies.float().contiguous()
             tensors[f"layers.{layer}.k.scaling"] = torch.tensor([bias.scaling])
+        if transform.rotate_value:
+            tensors[f"layers.{layer}.v.rotated"] = torch.ones(1)
     if tensors:
         save_file(tensors, folder / KEYS_FILE)
 
@@ -120,11 +127,12 @@ def _read_layer(path: Path, tensors: dict[str, torch.Tensor], layer: int) -> Key
             raise NibbleError(
                 f"{path}: layer {layer} K: NaN or Inf in {pair}; run `make calibrate`, then `make engine`"
             )
+    rotate_value = f"layers.{layer}.v.rotated" in tensors
     bias = None
     if values is not None and frequencies is not None and scaling is not None:
         bias = KeyBias(values, frequencies, float(scaling))
     if forward is None or reader is None:
-        return KeyTransform(bias=bias)
+        return KeyTransform(None, bias, rotate_value)
     identity = torch.eye(forward.shape[-1], dtype=torch.float64)
     error = float((reader.double().mT @ forward.double() - identity).abs().max())
     if not error <= INVERSE_TOLERANCE:
@@ -132,4 +140,4 @@ def _read_layer(path: Path, tensors: dict[str, torch.Tensor], layer: int) -> Key
             f"{path}: layer {layer} K: reader^T forward differs from 1 by {error:g}, allowed {INVERSE_TOLERANCE:g}; "
             "run `make calibrate`, then `make engine`"
         )
-    return KeyTransform(BasisChange(forward, reader), bias)
+    return KeyTransform(BasisChange(forward, reader), bias, rotate_value)

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nibble.errors import NibbleError
+from nibble.key_transform import KeyTransform
 from nibble.rotation import fold_value_rotation
 from nibble.runtime.attention import ATTENTION, AttentionBackend
 from nibble.runtime.cache import CacheSpec
@@ -22,8 +23,8 @@ class ModelRunner:
         self, model: PreTrainedModel, spec: CacheSpec, backend: AttentionBackend, limits: EngineLimits
     ) -> None:
         _check_model(model, spec, limits)
-        for fmt, layer in zip(spec.formats, model.model.layers, strict=True):
-            if fmt.v.rotated:
+        for index, (fmt, layer) in enumerate(zip(spec.formats, model.model.layers, strict=True)):
+            if fmt.v.rotated or spec.key_transforms.get(index, KeyTransform()).rotate_value:
                 fold_value_rotation(layer.self_attn, spec.head_dim)
         model.set_attn_implementation(ATTENTION)
         self.model = model

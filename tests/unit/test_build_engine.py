@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -18,7 +19,7 @@ from build import engine as build_engine_module
 from build import run as build_run
 from build.calibration import find_calibration
 from build.engine import BuildRequest, build_engine, short_calibration
-from build.key_basis import wants_basis
+from build.key_basis import MOMENTS_FILE, STATIC_SPAN, wants_basis
 from calibrate.pipeline import CalibrationRequest, calibrate
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, SealedPageLayout
@@ -90,9 +91,9 @@ def test_every_format_builds_and_reads_back(tiny_llama_dir: Path, kv: str) -> No
     assert manifest.source_folder(folder) == tiny_llama_dir.resolve()
     assert (manifest.calibration.sha256 is not None) == (kv in STATIC)
     assert ("folded into v_proj and o_proj" in manifest.layers[0].why) == FORMATS[kv].v.rotated
-    assert {path.name for path in folder.iterdir()} == {"tokenizer", MANIFEST_FILE} | (
-        {STATIC_FILE} if kv in STATIC else {KEYS_FILE} if wants_basis(FORMATS[kv]) else set()
-    )
+    made = {STATIC_FILE: kv in STATIC, KEYS_FILE: wants_basis(FORMATS[kv])}
+    expected = {"tokenizer", MANIFEST_FILE, *(name for name, is_made in made.items() if is_made)}
+    assert {path.name for path in folder.iterdir()} == expected
     for layer in manifest.layers:
         bound = {4: 0.2, 8: 0.1 if kv in STATIC else 0.02, 16: 1e-6}  # the text has bytes that calibration never saw
         assert layer.roundtrip.k_relative_error <= bound[FORMATS[kv].k.bits]
@@ -102,7 +103,22 @@ def test_every_format_builds_and_reads_back(tiny_llama_dir: Path, kv: str) -> No
 
 
 @pytest.mark.usefixtures("calibrated")
-@pytest.mark.parametrize("kv", STATIC)
+def test_static_scales_of_4_bits_belong_to_the_basis(tiny_llama_dir: Path) -> None:
+    folder = build(tiny_llama_dir, "int4-static")
+    moments = load_file(calibration_dir(tiny_llama_dir.name) / MOMENTS_FILE)
+    tensors, scales = load_file(folder / KEYS_FILE), load_file(folder / STATIC_FILE)
+    assert "layers.1.v.rotated" in tensors
+    forward, count = tensors["layers.1.k.forward"].double(), moments["layers.1.tokens"].double()
+    mean = moments["layers.1.k_sum"].double() / count
+    covariance = moments["layers.1.k"].double() / count - mean[:, :, None] * mean[:, None]
+    deviation = (forward @ covariance @ forward.mT).diagonal(dim1=-2, dim2=-1).sqrt()
+    scale, zero = scales["layers.1.k.scale"].double(), scales["layers.1.k.zero"].double()
+    torch.testing.assert_close(15 * scale, 2 * STATIC_SPAN * deviation, rtol=1e-4, atol=0)
+    torch.testing.assert_close(zero + 7.5 * scale, (forward @ mean[:, :, None])[:, :, 0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("calibrated")
+@pytest.mark.parametrize("kv", ["int8-static"])
 def test_static_scales_are_those_of_the_calibrated_ranges(tiny_llama_dir: Path, kv: str) -> None:
     folder = build(tiny_llama_dir, kv)
     ranges = load_file(calibration_dir(tiny_llama_dir.name) / "kv_scales.safetensors")
