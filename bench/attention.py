@@ -3,8 +3,8 @@
     python -m bench.attention                       # all shapes, into bench/results/attention.json
     python -m bench.attention --kv int4 --plot docs/attention.png
 
-Launches are captured in a CUDA graph, several to a graph, over caches that are many times the L2 cache; the figure is the
-median of its replays. The last line is one JSON object.
+Launches are captured in a CUDA graph, several to a graph, over caches that are many times the L2 cache; the figure is
+the median of its replays. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ def measure(cache: RandomCache, split_pages: int) -> float:
 
 
 def graph_median_us(launch: Callable[[], None], replays: int = 15) -> float:
+    """Microseconds of one replay of what `launch` launches."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -166,7 +167,8 @@ def plot(records: list[Record], target: Path) -> None:
     formats = sorted({r.kv for r in records})
     figure, axes = pyplot.subplots(figsize=(9, 4))
     for i, kv in enumerate(formats):
-        best = {(r.context, r.batch): r.tbps for r in records if r.kv == kv and r.split_pages == SPLIT_PAGES}
+        ordered = sorted((r for r in records if r.kv == kv), key=lambda r: r.split_pages)
+        best = {(r.context, r.batch): r.tbps for r in ordered if r.split_pages <= SPLIT_PAGES}
         places = [n + 0.8 * i / len(formats) for n, shape in enumerate(shapes) if shape in best]
         axes.bar(places, [best[s] for s in shapes if s in best], 0.8 / len(formats), label=kv)
     ceiling = records[0].tbps / records[0].share_of_read_bandwidth
@@ -180,6 +182,7 @@ def plot(records: list[Record], target: Path) -> None:
 
 
 def main() -> None:
+    """Measure what the options name and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", nargs="*", default=["fp16", "int8", "k8v4", "int4"], choices=list(FORMATS))
     parser.add_argument("--split-pages", type=int, nargs="*", default=[SPLIT_PAGES])

@@ -20,6 +20,7 @@ from nibble.kernels.instances import SPILL_LIMIT, all_sources
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 1 when --check found something, 2 when a kernel does not compile."""
     options = _parse(arguments)
     console = Console()
     jobs = [

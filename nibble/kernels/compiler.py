@@ -63,6 +63,7 @@ def compile_kernel(source: KernelSource, architecture: str) -> Cubin:
 
 
 def cache_dir() -> Path:
+    """The folder of compiled kernels."""
     return Path(os.environ.get("NIBBLE_KERNEL_CACHE", "~/.cache/nibble/kernels")).expanduser()
 
 
@@ -108,7 +109,8 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise NibbleError(
-            "CUDA kernels need cuda-bindings and nvidia-cuda-nvrtc, which are not installed: pip install 'nibblekv[gpu]'"
+            "CUDA kernels need cuda-bindings and nvidia-cuda-nvrtc, which are not installed: "
+            "pip install 'nibblekv[gpu]'"
         ) from error
     return nvrtc
 

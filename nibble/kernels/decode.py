@@ -111,7 +111,7 @@ def decode_attention(
     tokens in the cache with the newest; 0 gives zeros and a log-sum-exp of minus infinity. Returns out like q and
     log_sum_exp fp32 [batch, q_heads], natural logarithm. NibbleError names an unsupported shape.
     """
-    return decode_attention_op(  # type: ignore[no-any-return]
+    return decode_attention_op(
         q,
         open_pool,
         sealed_pool,
@@ -142,6 +142,7 @@ def decode_attention_op(
     softmax_scale: float,
     split_pages: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`decode_attention` with everything spelled out as a torch operator takes it."""
     fmt = format_of(format_code)
     batch, q_heads, head_dim = q.shape
     kv_heads = open_pool.shape[2]
@@ -191,6 +192,7 @@ def _(q: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def format_of(code: list[int]) -> KVFormat:
+    """The format that a custom op was given as [K bits, K scale kind, V bits, V scale kind]."""
     kinds = {value: kind for kind, value in SCALE_KINDS.items()}
     return KVFormat("kernel", TensorFormat(code[0], kinds[code[1]]), TensorFormat(code[2], kinds[code[3]]))
 
@@ -209,8 +211,9 @@ def check_static(
             continue
         if any(t.numel() != kv_heads * head_dim or t.dtype != torch.float32 or t.device != device for t in pair):
             raise NibbleError(
-                f"static scales of {name}: got {[(t.dtype, tuple(t.shape), str(t.device)) for t in pair]}, allowed fp32 "
-                f"[{kv_heads}, 1, {head_dim}] scale and zero point on {device}; run `make calibrate`, then `make engine`"
+                f"static scales of {name}: got {[(t.dtype, tuple(t.shape), str(t.device)) for t in pair]}, allowed "
+                f"fp32 [{kv_heads}, 1, {head_dim}] scale and zero point on {device}; run `make calibrate`, then "
+                "`make engine`"
             )
 
 
@@ -251,6 +254,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
+    """Raises NibbleError unless the tensor is contiguous, of that shape (None: any), of a type and on the device."""
     fits = tensor.dim() == len(shape) and all(w is None or w == n for w, n in zip(shape, tensor.shape, strict=True))
     if not fits or tensor.dtype not in dtypes or tensor.device != device or not tensor.is_contiguous():
         raise NibbleError(

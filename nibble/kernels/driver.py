@@ -14,17 +14,19 @@ from nibble.kernels.compiler import KernelSource, architecture_of, compile_kerne
 
 @lru_cache
 def device_architecture(device_index: int) -> str:
+    """The architecture to compile for on that GPU."""
     return architecture_of(torch.cuda.get_device_capability(device_index))
 
 
 @lru_cache
 def multiprocessors(device_index: int) -> int:
+    """How many multiprocessors that GPU has."""
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
 @cache
 def load_function(source: KernelSource, name: str, device_index: int, shared_bytes: int = 0) -> Any:
-    """The kernel on that GPU, compiled if it is not in the cache; shared_bytes: the dynamic shared memory it may use."""
+    """The kernel on that GPU, compiled if it is not in the cache; shared_bytes: dynamic shared memory it may use."""
     from cuda.bindings import driver
 
     cubin = compile_kernel(source, device_architecture(device_index))

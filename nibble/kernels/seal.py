@@ -46,8 +46,8 @@ class AppendParams(ctypes.Structure):
 def append_tokens(k: torch.Tensor, v: torch.Tensor, open_pool: torch.Tensor, slots: torch.Tensor) -> None:
     """Write new K and V into open pages.
 
-    k, v: fp16 or bf16 [tokens, kv_heads, head_dim], K after RoPE, V rotated when the format says so; a token's heads are
-    contiguous, tokens may be strided. open_pool: fp16 [pages, 2, kv_heads, 64, head_dim]. slots: int32 [tokens],
+    k, v: fp16 or bf16 [tokens, kv_heads, head_dim], K after RoPE, V rotated when the format says so; a token's heads
+    are contiguous, tokens may be strided. open_pool: fp16 [pages, 2, kv_heads, 64, head_dim]. slots: int32 [tokens],
     page * 64 + place in the page, -1 for a padded token.
     """
     append_tokens_op(k, v, open_pool, slots)
@@ -73,6 +73,7 @@ def seal_pages_on_gpu(
 
 @torch.library.custom_op("nibble::append_tokens", mutates_args=("open_pool",))
 def append_tokens_op(k: torch.Tensor, v: torch.Tensor, open_pool: torch.Tensor, slots: torch.Tensor) -> None:
+    """`append_tokens` as a torch operator."""
     tokens, kv_heads, head_dim = k.shape
     check_tensor("open_pool", open_pool, (None, 2, kv_heads, PAGE_TOKENS, head_dim), (torch.float16,), k.device)
     check_tensor("slots", slots, (tokens,), (torch.int32,), k.device)
@@ -115,6 +116,7 @@ def seal_pages_op(
     static_scales: list[torch.Tensor],
     format_code: list[int],
 ) -> None:
+    """`seal_pages_on_gpu` as a torch operator."""
     fmt = format_of(format_code)
     kv_heads, head_dim = open_pool.shape[2], open_pool.shape[4]
     device = open_pool.device

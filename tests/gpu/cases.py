@@ -156,5 +156,7 @@ def _fill_open(open_pool: torch.Tensor, mine: torch.Tensor, k: torch.Tensor, v: 
 
 
 def _seal(fmt: KVFormat, k: torch.Tensor, v: torch.Tensor, full: int, scales: LayerScales) -> torch.Tensor:
-    pages = [x[: full * PAGE_TOKENS].unflatten(0, (full, PAGE_TOKENS)).transpose(1, 2).contiguous() for x in (k, v)]
-    return seal_pages_for_cuda(*pages, fmt, scales.k, scales.v)
+    k_pages, v_pages = (
+        x[: full * PAGE_TOKENS].unflatten(0, (full, PAGE_TOKENS)).transpose(1, 2).contiguous() for x in (k, v)
+    )
+    return seal_pages_for_cuda(k_pages, v_pages, fmt, scales.k, scales.v)

@@ -130,7 +130,7 @@ def test_bad_arguments_are_named() -> None:
     batch = make_batch(DecodeCase(INT4, (700, 65)))
     with pytest.raises(NibbleError, match="decode workspace: too small"):
         batch.select([0]).decode(workspace_of(batch.select([]), 64))
-    with pytest.raises(NibbleError, match="seq_lens: got torch.int64"):
+    with pytest.raises(NibbleError, match=r"seq_lens: got torch\.int64"):
         replace(batch, seq_lens=batch.seq_lens.long()).decode()
 
 
