@@ -80,7 +80,7 @@ def _frontier_table(content: dict[str, Any]) -> Table:
     return table
 
 
-def draw_frontier(content: dict[str, Any], path: Path) -> None:
+def draw_frontier(content: dict[str, Any], path: Path, measured_on: str = "held-out prompts") -> None:
     """Bytes per token against KL (logarithmic) as SVG; the same content gives the same file."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -99,7 +99,7 @@ def draw_frontier(content: dict[str, Any], path: Path) -> None:
     )  # fmt: skip
     axes.plot(
         [m["bytes_per_token"] for m in frontier["mixes"]], [m["kl_held_out"] for m in frontier["mixes"]],
-        "o-", markersize=4, label="best mixes, measured on held-out prompts",
+        "o-", markersize=4, label=f"best mixes, measured on {measured_on}",
     )  # fmt: skip
     axes.plot(
         [u["bytes_per_token"] for u in frontier["uniform"]], [u["kl_held_out"] for u in frontier["uniform"]],

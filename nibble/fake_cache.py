@@ -11,6 +11,7 @@ every layer may have a format of its own:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,11 +48,11 @@ def fake_cache_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query, key, value [1, heads, tokens, D] to [1, tokens, heads, D].
 
-    observe: called with layer, K and V (fp16 [kv_heads, tokens, D]) before anything is quantized.
+    observe: called with layer, K and V [kv_heads, tokens, D] before anything is quantized.
     """
     assert fake_cache is not None  # whoever sets the implementation passes it
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    k, v = key[0].half(), value[0].half()
+    k, v = key[0], value[0]
     if observe is not None:
         observe(layer, k, v)
     fmt, scales, transform = (
@@ -60,7 +61,7 @@ def fake_cache_attention(
         fake_cache.key_transforms.get(layer),
     )
     k_far, v_far = (x.to(query.dtype) for x in sealed_view(k, v, fmt, scales, transform))
-    view = (k.to(query.dtype), v.to(query.dtype), k_far, v_far)
+    view = (k.half().to(query.dtype), v.half().to(query.dtype), k_far, v_far)
     out = [
         _attend_rows(query[0], view, first, fake_cache.policy, scaling, sliding_window)
         for first in range(0, query.shape[2], ROWS_AT_ONCE)
@@ -75,35 +76,34 @@ def sealed_view(
     scales: LayerScales | None = None,
     transform: KeyTransform | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a far query sees of K and V of a sequence's beginning, fp16 [kv_heads, tokens, D] to fp32.
+    """What a far query sees of K and V of a sequence's beginning, [kv_heads, tokens, D] to fp32.
 
     Both come and go as the model made them, whatever rotation or transform they are stored in. The tokens of the last,
     partly filled page are no far query's to see and come back as they are.
     """
     scales = scales or LayerScales()
-    v_far = _seal_and_read(v, fmt.v, scales.v)
+    rotate_value = fmt.v.rotated or (transform is not None and transform.rotate_value)
+    v_far = _seal_and_read(v, replace(fmt.v, rotated=rotate_value), scales.v)
     if transform is None:
         return _seal_and_read(k, fmt.k, scales.k), v_far
     transform = transform.to(k.device)
     offset = transform.offset(torch.arange(k.shape[1], device=k.device))
     stored = transform.store(k.float().transpose(0, 1))
     stored = stored if offset is None else stored - offset
-    back = _seal_and_read(stored.transpose(0, 1).half(), fmt.k, scales.k)
+    back = _seal_and_read(stored.transpose(0, 1), fmt.k, scales.k)
     back = back if offset is None else back + offset.transpose(0, 1)
     return back if transform.basis is None else torch.einsum("hte,hed->htd", back, transform.basis.reader), v_far
 
 
 def _seal_and_read(tokens: torch.Tensor, fmt: TensorFormat, static: ScaleZero | None) -> torch.Tensor:
     full = tokens.shape[1] // PAGE_TOKENS * PAGE_TOKENS
-    pages = tokens[:, :full].unflatten(1, (-1, PAGE_TOKENS))
+    pages = tokens[:, :full].float().unflatten(1, (-1, PAGE_TOKENS))
     if static is not None:  # [kv_heads, 1, D] to [kv_heads, page, token, D]
         static = ScaleZero(static.scale.to(tokens.device).unsqueeze(1), static.zero.to(tokens.device).unsqueeze(1))
-    if fmt.rotated:
-        matrix = _rotation(tokens.shape[-1]).to(tokens.device)
-        back = round_trip((pages.float() @ matrix.T).half(), fmt, static) @ matrix
-    else:
-        back = round_trip(pages, fmt, static)
-    return torch.cat((back.flatten(1, 2), tokens[:, full:].float()), 1)
+    matrix = _rotation(tokens.shape[-1]).to(tokens.device) if fmt.rotated else None
+    back = round_trip((pages if matrix is None else pages @ matrix.T).half(), fmt, static)
+    back = back if matrix is None else back @ matrix
+    return torch.cat((back.flatten(1, 2), tokens[:, full:].half().float()), 1)
 
 
 @lru_cache
