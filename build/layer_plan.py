@@ -36,7 +36,8 @@ def find_mix(model: ModelRecipe, kv: KVRecipe, source: Path, console: Console) -
     console.print(f"{kv.name} is chosen by measurement. {found}. Searching now; this takes a while.")
     from calibrate.pipeline import calibrate
     from calibrate.run import default_request
-    from calibrate.search import SearchRequest, search_formats
+    from calibrate.search import search_formats
+    from calibrate.search_request import SearchRequest
 
     request = default_request(model)
     return search_formats(SearchRequest(model, kv, request.prompts, request.seed, calibrate(request), request.out))

@@ -18,7 +18,7 @@ from nibble.recipes import ModelRecipe, load_kv_recipe, load_model_recipe, overr
 from nibble.stage import run_stage
 
 if TYPE_CHECKING:
-    from calibrate.search import SearchRequest
+    from calibrate.search_request import SearchRequest
 
 SHIPPED_PROMPTS = REPOSITORY_ROOT / "calibrate" / "prompts" / "prompts.jsonl"
 DEFAULT_COUNT = 64
@@ -57,7 +57,7 @@ def search_request(
     request: CalibrationRequest, calibration: Calibration, arguments: argparse.Namespace
 ) -> SearchRequest:
     """The format search that belongs to a calibration: same model, prompts, seed and folder."""
-    from calibrate.search import SearchRequest
+    from calibrate.search_request import SearchRequest
 
     kv = load_kv_recipe(arguments.kv)
     if kv.search is None:

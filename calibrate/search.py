@@ -23,19 +23,20 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from calibrate.prompt_set import load_prompt_set
-from calibrate.search_choose import CacheSize, Choice, Mix, best_mixes, cheapest
+from calibrate.search_choose import CacheSize, Mix, best_mixes
 from calibrate.search_memory import SearchMemory
 from calibrate.search_report import draw_frontier, explain_layers, frontier_sizes, print_search
+from calibrate.search_request import SearchRequest
 from calibrate.search_text import SearchWindows, cut_search_windows
+from calibrate.search_verify import Verifier, choose_mix, measure_frontier
 from nibble import atomic
-from nibble.calibration import Calibration
 from nibble.errors import NibbleError
-from nibble.formats import FORMATS, KVFormat
+from nibble.formats import KVFormat
 from nibble.hashing import json_sha256
 from nibble.key_transform import KeyTransform
 from nibble.layer_mix import SCHEMA, SEARCH_FILE, LayerMix, read_layer_mix
 from nibble.models import device_options, hash_source, load_model, load_tokenizer, read_shape, resolve_source
-from nibble.recipes import KVRecipe, ModelRecipe, SearchRecipe, TensorRecipe
+from nibble.recipes import TensorRecipe
 from nibble.reference import LayerScales
 from nibble.static_scales import STATIC_FILE, read_static_scales
 from nibble.versions import versions
@@ -45,30 +46,6 @@ if TYPE_CHECKING:
     from calibrate.search_measure import SearchModel, Trace
 
 PLOT_FILE = "search.svg"
-MOST_CORRECTIONS = 6  # measured mixes at most before the search gives up
-CLOSE_ENOUGH = 0.9  # a verified mix that uses so much of the budget is not corrected towards a cheaper one
-
-
-@dataclass(frozen=True)
-class SearchRequest:
-    """What to search. kv: a recipe with a `search`. calibration: for static candidates. out: gets the files."""
-
-    model: ModelRecipe
-    kv: KVRecipe
-    prompts: str
-    seed: int
-    calibration: Calibration
-    out: Path
-
-    @property
-    def search(self) -> SearchRecipe:
-        if self.kv.search is None:
-            raise NibbleError(f"KV recipe {self.kv.name}: got no key search, allowed a recipe that has one (mixed)")
-        return self.kv.search
-
-    @property
-    def candidates(self) -> list[KVFormat]:
-        return [KVFormat.named(name) for name in self.search.formats]
 
 
 @dataclass(frozen=True)
@@ -125,8 +102,6 @@ def _is_current(folder: Path, identity: str) -> bool:
 
 
 def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], console: Console) -> dict[str, Any]:
-    from calibrate.search_measure import SearchModel
-
     shape, recipe = read_shape(source), request.search
     windows = cut_search_windows(load_prompt_set(request.prompts), load_tokenizer(source), recipe, request.seed)
     size = CacheSize(
@@ -136,19 +111,15 @@ def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], consol
         min(recipe.context_tokens, request.model.max_context, shape.max_positions),
     )
     page_bytes = [size.sealed_page(fmt) for fmt in request.candidates]
-    transforms = _key_transforms(request, source, console)
-    scales = _static_scales(request, source, transforms, console)
-    with console.status("loading the model"):
-        model = load_model(source, request.model.dtype, **device_options())
-    subject = SearchModel(model, scales, transforms, shape)
+    subject = make_search_model(request, source, console)
     work = _work(request, shape.num_layers)
     with SearchMemory(request.out, json_sha256(inputs), work, console) as memory:
         figures = _measure(request, subject, windows, memory)
         mixes = best_mixes(figures.kl, page_bytes)
         traces = [subject.trace(window) for window in windows.verify]
-        verifier = _Verifier(request, subject, traces, memory)
-        choice, kl, tried = _choose(request, mixes, figures.policies, size, verifier)
-        frontier = _frontier(request, mixes, page_bytes, verifier)
+        verifier = Verifier(request, subject, traces, memory)
+        choice, kl, tried = choose_mix(request, mixes, figures.policies, size, verifier)
+        frontier = measure_frontier(request, mixes, page_bytes, verifier)
     memory.forget()
     return {
         "schema": SCHEMA,
@@ -174,6 +145,17 @@ def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], consol
         "sensitivities": _sensitivities(request, figures, page_bytes),
         "inputs": inputs,
     }
+
+
+def make_search_model(request: SearchRequest, source: Path, console: Console) -> SearchModel:
+    """The model over fake caches of the request's candidates, as the build would store them."""
+    from calibrate.search_measure import SearchModel
+
+    transforms = _key_transforms(request, source, console)
+    scales = _static_scales(request, source, transforms, console)
+    with console.status("loading the model"):
+        model = load_model(source, request.model.dtype, **device_options())
+    return SearchModel(model, scales, transforms, read_shape(source))
 
 
 def _work(request: SearchRequest, layers: int) -> int:
@@ -239,7 +221,7 @@ def _measure(request: SearchRequest, subject: SearchModel, windows: SearchWindow
 
         for p, policy in enumerate(policies):
             name = f"sinks {policy.sink_pages}, recent {policy.recent_pages}"
-            by_policy[w, p] = figure(name, [request.kv.format] * num_layers, policy, num_layers)
+            by_policy[w, p] = figure(name, [request.base] * num_layers, policy, num_layers)
         for c, fmt in enumerate(candidates):
             if fmt.is_fp16:
                 continue
@@ -256,79 +238,6 @@ def _measure(request: SearchRequest, subject: SearchModel, windows: SearchWindow
         {policy: float(factor) for policy, factor in zip(policies, factors, strict=True)},
         {fmt.name: float(value) for fmt, value in zip(candidates, uniform.mean(0), strict=True)},
     )
-
-
-class _Verifier:
-    """Measures mixes on the held-out windows."""
-
-    def __init__(self, request: SearchRequest, subject: SearchModel, traces: list[Trace], memory: SearchMemory) -> None:
-        self.candidates, self.subject, self.traces, self.memory = request.candidates, subject, traces, memory
-
-    def kl(self, formats: tuple[int, ...], policy: PagePolicy) -> float:
-        mix = [self.candidates[c] for c in formats]
-        name = f"held out, {''.join(map(str, formats))} {policy.sink_pages} {policy.recent_pages}"
-        work = len(self.subject.layers)
-        figures = [
-            self.memory.figure(f"{name}, {w}", work, lambda t=trace: self.subject.kl(t, mix, policy))  # type: ignore[misc]
-            for w, trace in enumerate(self.traces)
-        ]
-        return float(np.mean(figures))
-
-
-def _choose(
-    request: SearchRequest,
-    mixes: list[Mix],
-    policies: dict[PagePolicy, float],
-    size: CacheSize,
-    verifier: _Verifier,
-) -> tuple[Choice, float, list[dict[str, float]]]:
-    """Steps 3 and 4: the cheapest choice that holds on the held-out prompts, its KL there, and what was tried."""
-    budget, correction = request.search.kl_budget, 1.0
-    tried: list[tuple[Choice, float]] = []
-    for _ in range(MOST_CORRECTIONS):
-        choice = cheapest(mixes, policies, budget, size, correction)
-        if any(choice.mix == before.mix and choice.policy == before.policy for before, _ in tried):
-            break
-        kl = verifier.kl(choice.mix.formats, choice.policy)
-        tried.append((choice, kl))
-        if CLOSE_ENOUGH * budget <= kl <= budget:
-            break
-        if kl > 0:
-            correction = 1.02 * kl / (choice.kl / correction) if choice.kl > 0 else 1.0
-    held = [(choice, kl) for choice, kl in tried if kl <= budget]
-    record = [
-        {"bytes_per_token": c.mix.bytes_per_token, "kl_predicted": c.mix.kl * policies[c.policy], "kl_held_out": kl}
-        for c, kl in tried
-    ]
-    if not held:
-        raise NibbleError(
-            f"format search: {len(tried)} mixes were measured, the best with KL {min(kl for _, kl in tried):g} on held-"
-            f"out prompts; allowed {budget:g}. Raise kl_budget, or choose on more windows"
-        )
-    choice, kl = min(held, key=lambda pair: (pair[0].bytes_at_context, pair[1]))
-    return choice, kl, record
-
-
-def _frontier(
-    request: SearchRequest, mixes: list[Mix], page_bytes: list[int], verifier: _Verifier
-) -> dict[str, list[dict[str, Any]]]:
-    """Bytes against KL at the recipe's pages: all best mixes as predicted, some and the uniform formats measured."""
-    layers, policy = len(mixes[0].formats), request.kv.policy
-    sizes = [page * layers / 64 for page in page_bytes]
-    uniform: list[dict[str, Any]] = [
-        {"format": fmt.name, "bytes_per_token": size, "kl_held_out": verifier.kl((c,) * layers, policy)}
-        for c, (fmt, size) in enumerate(zip(request.candidates, sizes, strict=True))
-        if not fmt.is_fp16
-    ]
-    measured = []
-    for limit in frontier_sizes([mixes[0].bytes_per_token, max(sizes)], [u["bytes_per_token"] for u in uniform]):
-        mix = [mix for mix in mixes if mix.bytes_per_token <= limit][-1]
-        kl = verifier.kl(mix.formats, policy)
-        names = [request.search.formats[c] for c in mix.formats]
-        measured.append({"bytes_per_token": mix.bytes_per_token, "kl_predicted": mix.kl, "kl_held_out": kl,
-                         "formats": names})  # fmt: skip
-    predicted = [{"bytes_per_token": mix.bytes_per_token, "kl_predicted": mix.kl} for mix in mixes]
-    return {"uniform": uniform, "mixes": measured, "predicted": predicted}
 
 
 def _layers(request: SearchRequest, mix: Mix) -> list[dict[str, Any]]:
@@ -356,6 +265,3 @@ def _sensitivities(request: SearchRequest, figures: Figures, page_bytes: list[in
         }
         for c, fmt in enumerate(request.candidates)
     }
-
-
-__all__ = ["FORMATS", "SearchRequest", "search_formats"]
