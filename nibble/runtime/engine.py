@@ -12,6 +12,7 @@ One thread calls it. All its randomness comes from the requests' seeds.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +197,7 @@ class Engine:
             bytes_per_token=heads * sum(layout.bytes_per_token for layout in self.spec.layouts),
             bytes_per_token_fp16=heads * fp16 * len(self.spec.formats),
             pool_bytes=self.pool_sizes.bytes(self.spec),
+            layers_by_format=dict(Counter(fmt.name for fmt in self.spec.formats)),
         )
 
     def check_integrity(self) -> None:

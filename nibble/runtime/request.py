@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from nibble.errors import NibbleError
@@ -118,7 +118,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Gauges (pages, sequences, bytes) and counters since the start (tokens, hits, preemptions)."""
+    """Gauges (pages, sequences, bytes, layers by format) and counters (tokens, hits, preemptions)."""
 
     pages_free: int
     pages_used: int
@@ -133,3 +133,4 @@ class EngineStats:
     bytes_per_token: float
     bytes_per_token_fp16: float
     pool_bytes: int
+    layers_by_format: dict[str, int] = field(default_factory=dict)

@@ -62,6 +62,7 @@ class EngineMetrics:
         self._gauges = [(self._metric(name, text, "GAUGE", labels), read) for name, text, labels, read in GAUGES]
         self._counters = [[self._metric(name, text, "COUNTER", {}), read, 0] for name, text, read in COUNTERS]
         self._finished: dict[str, Any] = {}
+        self._layers: dict[str, Any] = {}
         self._ttft = self._histogram("nibble_ttft_seconds", "Arrival to first token", TTFT_BUCKETS_S)
         self._tpot = self._histogram("nibble_tpot_seconds", "Mean time per token after the first", TPOT_BUCKETS_S)
         self._request = self._histogram("nibble_request_seconds", "Arrival to last token", REQUEST_BUCKETS_S)
@@ -70,6 +71,10 @@ class EngineMetrics:
         """Set every gauge, and move every counter up to what the engine counts."""
         for gauge, read_gauge in self._gauges:
             gauge.set(float(read_gauge(stats)))
+        for name, count in stats.layers_by_format.items():
+            if name not in self._layers:
+                self._layers[name] = self._metric("nibble_kv_layers", "Layers by KV format", "GAUGE", {"format": name})
+            self._layers[name].set(float(count))
         for counter in self._counters:
             metric, read_counter, before = counter
             metric.increment(float(max(0, read_counter(stats) - before)))

@@ -52,9 +52,10 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(model: Path, prompts: Path, *more: str) -> int:
     arguments = ["--model", str(model), "--prompts", str(prompts), "--n", "40", "--search", "--windows", "1"]
     arguments += ["--held-out", "1", "--window-tokens", "512", "--kl-budget", str(BUDGET), *more]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["calibrate.run", *arguments])
-        run_stage(calibrate_run.main)
+        with pytest.raises(SystemExit) as ended:
+            run_stage(calibrate_run.main)
     return int(ended.value.code or 0)
 
 
@@ -139,6 +140,7 @@ def test_an_engine_is_built_from_the_mix_and_runs(
     assert manifest.preflight is not None and manifest.preflight.verdict == "safe"
     engine = Engine.load(request.target, EngineLimits(max_context=512, max_running=2))
     assert engine.kv_name == "mixed" and engine.stats().bytes_per_token == manifest.bytes_per_token
+    assert engine.stats().layers_by_format == manifest.layers_by_format
     logits = torch.cat(list(engine.logits([i % 256 for i in range(400)])))
     assert torch.isfinite(logits).all()
     fallback = Engine.load(request.target, EngineLimits(max_context=512, max_running=2), kv_fallback="fp16")
