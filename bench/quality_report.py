@@ -97,18 +97,19 @@ def table(records: list[Record]) -> str:
 
 def bias_section(records: list[Record]) -> str:
     """KL by remedy and size of the bias."""
-    biases = sorted({r["bias"] for r in records})
+    columns = sorted({(r["relative"], r["bias"]) for r in records})
     names = list(dict.fromkeys(r["format"] for r in records))
-    kl = {(r["format"], r["bias"]): r["kl_mean"] for r in records}
+    kl = {(r["format"], r["relative"], r["bias"]): r["kl_mean"] for r in records}
     first = records[0]
     lines = [
         "## Large K biases in layer 0 (bench/quality_bias.py)\n",
-        "KL to the same biased model with an fp32 cache, by the size of the bias; SmolLM2, "
+        "KL to the same biased model with an fp32 cache, by the size of the bias and its ratio to the "
+        "spread of K in its pair; SmolLM2, "
         f"{first['windows']} window(s) of {first['window_tokens']} tokens.\n",
-        row(["cache", *(f"{bias:g}" for bias in biases)]),
-        row(["---"] * (len(biases) + 1)),
+        row(["cache", *(f"{bias:g}, {relative:g} × K" if bias else "no bias" for relative, bias in columns)]),
+        row(["---"] * (len(columns) + 1)),
     ]
-    lines += [row([name, *(number(kl.get((name, bias))) for bias in biases)]) for name in names]
+    lines += [row([name, *(number(kl.get((name, *column))) for column in columns)]) for name in names]
     return "\n".join(lines) + "\n"
 
 

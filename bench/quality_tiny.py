@@ -61,7 +61,7 @@ def make_tiny(name: str, device: str) -> Subject:
     if name not in TINY:
         raise NibbleError(f"tiny model: got {name!r}, allowed {', '.join(TINY)}")
     texts = {which: torch.tensor(list(text.encode()[:200_000])) for which, text in read_texts().items()}
-    return Subject(name, make_model(TINY[name]).to(device), texts)  # type: ignore[arg-type]
+    return Subject(name, make_model(TINY[name]).to(device), texts)
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def make_model(shape: TinyShape) -> PreTrainedModel:
     options = {"sliding_window": 300} if shape.family == "mistral" else {}
     config = config_class(
         vocab_size=VOCABULARY,
-        hidden_size=256,
+        hidden_size=48 * shape.q_heads,
         intermediate_size=512,
         num_hidden_layers=2,
         num_attention_heads=shape.q_heads,
