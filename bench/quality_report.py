@@ -20,6 +20,9 @@ BIAS_RESULTS = RESULTS.with_name("key_bias.json")
 LABELS = {
     "int4-balanced": "**int4** (K in a balanced basis: what `make engine` builds)",
     "int4": "int4, K as the model gives it",
+    "int4-static": "int4-static, plain, full ranges",
+    "static balanced-static 2.75": "**int4-static** (as built, but for V: balanced here, rotated there)",
+    "static balanced-static 3.0": "int4-static, balanced, span of 3.0 deviations",
 }
 INTRODUCTION = """# Results: what each KV cache costs in quality
 
@@ -58,7 +61,7 @@ def read(path: Path) -> list[Record]:
 def section(model: str, tokens: int, text: str, records: list[Record]) -> str:
     """The tables of one model and window length: what is shipped and its peers, then what was tried."""
     first = records[0]
-    shipped = [scheme.name for scheme in [*PEERS, *OURS]]
+    shipped = [*(scheme.name for scheme in [*PEERS, *OURS]), *(name for name in LABELS if name.startswith("static"))]
     by_name = {record["format"]: record for record in records}
     head = (
         f"## {model}, {first['windows']} windows of {tokens:,} tokens ({text} text)\n\n"
