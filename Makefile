@@ -1,7 +1,7 @@
 # Every target is one command. `make` lists them; a variable reaches its stage only when it is set.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-model test-triton lint format models formats calibrate engine serve chat \
-	eval quality-report clean clean-engines clean-venv
+	eval bench quality-report clean clean-engines clean-venv
 
 PY := .venv/bin/python
 # $(call opt,MODEL,--model) is empty, or --model and the value of MODEL.
@@ -57,6 +57,9 @@ chat: setup ## talk to a running server (PORT=)
 
 eval: setup ## compare an engine with its fp16 twin (MODEL= KV= QUICK=1)
 	@$(PY) -m eval.run $(ENGINE) $(if $(QUICK),--quick)
+
+bench: setup ## time the CPU engine beside transformers, fill the pools (MODEL= KV=)
+	@$(PY) -m bench.engine_cpu $(ENGINE)
 
 quality-report: setup ## write docs/results.md from the records of bench/results
 	@$(PY) -m bench.quality_report
