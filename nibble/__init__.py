@@ -8,7 +8,8 @@ import os
 
 __version__ = "0.1.0"
 
-# torch's CPU threads wait for each other by spinning, unless told otherwise before torch is loaded. Where the server,
-# its clients or a second engine share the cores, a spinning thread keeps the core from the thread it waits for, and a
-# step takes ten times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# torch's CPU threads wait for each other by spinning, for milliseconds unless told otherwise before torch is loaded.
+# Where the server, its clients or a second engine share the cores, a spinning thread keeps the core from the thread it
+# waits for, and a step takes ten times as long. A few microseconds of spinning keep what it is good for.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")

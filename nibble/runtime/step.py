@@ -108,6 +108,16 @@ class Step:
         return torch.tensor(pages)
 
     @cached_property
+    def sealed_ids(self) -> torch.Tensor:
+        """int64: the sealed pages that the spans read, span after span."""
+        return torch.cat([span.sealed_ids for span in self.spans])
+
+    @cached_property
+    def open_ids(self) -> torch.Tensor:
+        """int64: the open pages that the spans read, span after span."""
+        return torch.cat([span.open_ids for span in self.spans])
+
+    @cached_property
     def seal_from(self) -> torch.Tensor:
         return torch.tensor([source for source, _ in self.seal_pairs], dtype=torch.long)
 
