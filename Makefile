@@ -45,8 +45,9 @@ calibrate: setup ## ranges of K and V; with SEARCH=1 the mix of formats too (MOD
 	@$(PY) -m calibrate.run $(call opt,MODEL,--model) $(call opt,PROMPTS,--prompts) $(call opt,N,--n) $(call opt,SEED,--seed) \
 		$(if $(SEARCH),--search)
 
-engine: setup ## build an engine (MODEL= KV= HOST= CONTEXT= BATCH=)
-	@$(PY) -m build.run $(ENGINE) $(call opt,HOST,--host) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch)
+engine: setup ## build an engine (MODEL= KV= CONTEXT= BATCH=; HOST=trtllm TP= PP= IMAGE_TAG= DRY_RUN=1)
+	@$(PY) -m build.run $(ENGINE) $(call opt,HOST,--host) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
+		$(call opt,TP,--tp) $(call opt,PP,--pp) $(call opt,IMAGE_TAG,--image-tag) $(if $(DRY_RUN),--dry-run)
 
 serve: setup ## serve an engine with Triton (MODEL= KV= PORT= CONTEXT= BATCH= KV_FALLBACK=)
 	@$(PY) -m serve.run $(ENGINE) $(call opt,PORT,--port) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \

@@ -1,45 +1,66 @@
 """Command line of the build stage.
 
 python -m build.run --model smollm2-135m --kv int4
+python -m build.run --model llama-70b --kv int8 --host trtllm --dry-run
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rich.table import Table
 
 from build.calibration import find_calibration
 from build.engine import BuildRequest, build_engine, short_calibration
 from build.layer_plan import find_mix
+from build.trtllm.stage import TrtllmRequest, build_for_trtllm
 from nibble.errors import NibbleError
 from nibble.manifest import Manifest
 from nibble.models import read_shape, resolve_source
 from nibble.paths import engine_dir
-from nibble.recipes import ModelRecipe, ServeRecipe, load_kv_recipe, load_model_recipe, load_serve_recipe
+from nibble.recipes import ModelRecipe, ServeRecipe, load_kv_recipe, load_model_recipe, load_serve_recipe, recipe_names
 from nibble.stage import console, run_stage
+
+HOSTS = ("native", "trtllm")
 
 
 def main() -> None:
-    """Parse the command line, calibrate when the format needs it, build, and say what came out."""
+    """Parse the command line and build on the host that it names."""
     arguments = _parser().parse_args()
-    check_host(arguments.host)
-    model, kv = load_model_recipe(arguments.model), load_kv_recipe(arguments.kv)
-    source = resolve_source(model)
-    limits = make_limits(model, read_shape(source).max_positions, arguments.context, arguments.batch)
-    mix = find_mix(model, kv, source, console)
-    request = BuildRequest(model, kv, limits, source, find_calibration(model, kv, source, console, mix), mix)
+    check_host(arguments)
+    if arguments.host == "trtllm":
+        build_for_trtllm(_trtllm_request(arguments), make_limits, _build_for_trtllm_runtime, console)
+    else:
+        _print_summary(build_native(arguments.model, arguments.kv, arguments.context, arguments.batch, arguments.force))
+
+
+def build_native(model: str, kv: str, context: int | None, batch: int | None, force: bool = False) -> Manifest:
+    """Calibrate when the format needs it, and build a native engine."""
+    model_recipe, kv_recipe = load_model_recipe(model), load_kv_recipe(kv)
+    source = resolve_source(model_recipe)
+    limits = make_limits(model_recipe, read_shape(source).max_positions, context, batch)
+    mix = find_mix(model_recipe, kv_recipe, source, console)
+    calibration = find_calibration(model_recipe, kv_recipe, source, console, mix)
+    request = BuildRequest(model_recipe, kv_recipe, limits, source, calibration, mix)
     if warning := short_calibration(request):
         console.print(f"[yellow]warning:[/] {warning}")
-    _print_summary(build_engine(request, console, arguments.force))
+    return build_engine(request, console, force)
 
 
-def check_host(host: str) -> None:
-    """NibbleError unless engines for that host can be built."""
-    if host == "trtllm":
-        raise NibbleError("host: trtllm is not in this version, it comes later; allowed now: native")
-    if host != "native":
-        raise NibbleError(f"host: got {host!r}, allowed native (trtllm comes later)")
+def check_host(arguments: argparse.Namespace) -> None:
+    """NibbleError unless the host exists and can have what is asked for."""
+    if arguments.host not in HOSTS:
+        raise NibbleError(f"host: got {arguments.host!r}, allowed {', '.join(HOSTS)}")
+    if arguments.host == "trtllm":
+        return
+    if arguments.kv in recipe_names("trtllm") and arguments.kv not in recipe_names("kv"):
+        raise NibbleError(
+            f"KV={arguments.kv} runs with HOST=trtllm only; with HOST=native allowed: {', '.join(recipe_names('kv'))} "
+            "(k8v4 is smaller than fp8 and measured closer to fp16)"
+        )
+    if arguments.dry_run:
+        raise NibbleError("DRY_RUN=1 explains a build with HOST=trtllm; with HOST=native just build, it needs no GPU")
 
 
 def make_limits(model: ModelRecipe, max_positions: int, context: int | None, batch: int | None) -> ServeRecipe:
@@ -52,6 +73,25 @@ def make_limits(model: ModelRecipe, max_positions: int, context: int | None, bat
         )
     default = load_serve_recipe()
     return load_serve_recipe(max_context=context or min(default.max_context, longest), max_running=batch)
+
+
+def _build_for_trtllm_runtime(model: str, kv: str, context: int | None, batch: int | None) -> Path:
+    """The native engine that the PyTorch runtime runs with: its folder."""
+    return engine_dir(build_native(model, kv, context, batch).model.name, kv)
+
+
+def _trtllm_request(arguments: argparse.Namespace) -> TrtllmRequest:
+    return TrtllmRequest(
+        arguments.model,
+        arguments.kv,
+        arguments.context,
+        arguments.batch,
+        arguments.tp,
+        arguments.pp,
+        arguments.gpus_per_node,
+        arguments.image_tag,
+        arguments.dry_run,
+    )
 
 
 def _print_summary(manifest: Manifest) -> None:
@@ -71,9 +111,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m build.run", description="Build an engine.")
     parser.add_argument("--model", required=True, help="a recipe's name, a folder, or a hub id")
     parser.add_argument("--kv", required=True, help="a KV recipe's name or file")
-    parser.add_argument("--host", default="native", help="what runs the engine: native")
+    parser.add_argument("--host", default="native", help="what runs the engine: native or trtllm")
     parser.add_argument("--context", type=int, help="longest sequence, tokens")
     parser.add_argument("--batch", type=int, help="sequences that run at once")
+    trtllm = parser.add_argument_group("with --host trtllm")
+    trtllm.add_argument("--tp", type=int, help="GPUs that share each layer (default: of the model's recipe)")
+    trtllm.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
+    trtllm.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of one machine (default: 8)")
+    trtllm.add_argument("--image-tag", help="tritonserver's release, such as 26.07")
+    trtllm.add_argument("--dry-run", action="store_true", help="explain each step; write and run nothing")
     parser.add_argument("--force", action="store_true", help="build again even when up to date")
     return parser
 

@@ -257,7 +257,6 @@ def test_the_command_line_builds(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kv", "int4", "--host", "trtllm"], "trtllm is not in this version, it comes later"),
         (["--kv", "int4", "--host", "vllm"], "host: got 'vllm', allowed native"),
         (["--kv", "int3"], "got 'int3', allowed fp16, int4"),
         (["--kv", "int4", "--context", "4096"], "context: got 4096, allowed up to 2048"),
