@@ -1,7 +1,7 @@
 # Every target is one command. `make` lists them; a variable reaches its stage only when it is set.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-model test-triton lint format models formats calibrate engine serve chat \
-	eval bench quality-report clean clean-engines clean-venv
+	eval certify bench quality-report clean clean-engines clean-venv
 
 PY := .venv/bin/python
 # $(call opt,MODEL,--model) is empty, or --model and the value of MODEL.
@@ -49,15 +49,18 @@ engine: setup ## build an engine (MODEL= KV= CONTEXT= BATCH=; HOST=trtllm TP= PP
 	@$(PY) -m build.run $(ENGINE) $(call opt,HOST,--host) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
 		$(call opt,TP,--tp) $(call opt,PP,--pp) $(call opt,IMAGE_TAG,--image-tag) $(if $(DRY_RUN),--dry-run)
 
-serve: setup ## serve an engine with Triton (MODEL= KV= PORT= CONTEXT= BATCH= KV_FALLBACK=)
+serve: setup ## serve an engine with Triton (MODEL= KV= PORT= CONTEXT= BATCH= KV_FALLBACK= CERTIFICATE=)
 	@$(PY) -m serve.run $(ENGINE) $(call opt,PORT,--port) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
-		$(call opt,KV_FALLBACK,--kv-fallback)
+		$(call opt,KV_FALLBACK,--kv-fallback) $(call opt,CERTIFICATE,--certificate)
 
 chat: setup ## talk to a running server (PORT=)
 	@$(PY) -m serve.chat $(call opt,PORT,--port)
 
 eval: setup ## compare an engine with its fp16 twin (MODEL= KV= QUICK=1)
 	@$(PY) -m eval.run $(ENGINE) $(if $(QUICK),--quick)
+
+certify: setup ## build, evaluate and sign: the certificate that serving asks for (MODEL= KV= QUICK=1)
+	@$(PY) -m eval.certify $(ENGINE) $(if $(QUICK),--quick)
 
 bench: setup ## time the CPU engine beside transformers, fill the pools (MODEL= KV=)
 	@$(PY) -m bench.engine_cpu $(ENGINE)

@@ -85,7 +85,7 @@ def _inputs(request: SearchRequest, source: Path) -> dict[str, Any]:
         "schema": SCHEMA,
         "model": asdict(hash_source(source)),
         "dtype": request.model.dtype,
-        "kv": request.kv.model_dump(),
+        "kv": request.kv.model_dump(exclude={"certificate"}),
         "prompts_sha256": load_prompt_set(request.prompts).sha256,
         "seed": request.seed,
         "calibration": request.calibration.sha256 if any(f.needs_calibration for f in request.candidates) else None,

@@ -26,7 +26,10 @@ class SpeedPlan(StrictModel):
 
 
 class EvalPlan(StrictModel):
-    """windows of window_tokens each; memory_tokens is the sequence length at which the allocator is read."""
+    """windows of window_tokens each; memory_tokens: the sequence length at which the allocator is read.
+
+    layer_tokens: how much of the first window is replayed layer by layer (0: nothing).
+    """
 
     name: str
     windows: Annotated[int, Field(ge=1, le=100_000)]
@@ -34,6 +37,7 @@ class EvalPlan(StrictModel):
     seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
     speed: SpeedPlan
     memory_tokens: Annotated[int, Field(ge=64, le=1 << 20)]
+    layer_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
 
     @property
     def max_context(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,11 +13,12 @@ from rich.console import Console
 from eval.compare import compare_window
 from eval.config import EvalPlan
 from eval.environment import code_sha256, describe_environment
+from eval.layers import can_be_replayed, measure_layers
 from eval.measures import PositionMeasures
 from eval.memory import measure_memory
 from eval.partial import PartialRun, open_partial, partial_key
 from eval.progress import position_progress
-from eval.records import SCHEMA_VERSION, Memory, Quality, Report, ServedCheck, Speed, Summary
+from eval.records import SCHEMA_VERSION, LayerCheck, Memory, Quality, Report, ServedCheck, Speed, Summary
 from eval.report import render_html
 from eval.results import partial_dir, results_dir, store_run
 from eval.served import check_served, skipped_check
@@ -51,6 +53,7 @@ class Measured:
     memory: Memory
     speed: Speed
     served: ServedCheck
+    layers: LayerCheck | None
 
 
 def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
@@ -98,13 +101,28 @@ def _measure(
     plan, quantized, fp16 = request.plan, subjects.quantized, subjects.fp16
     memory = measure_memory(quantized, fp16, random_prompt(len(quantized.tokenizer), plan.memory_tokens, plan.seed))
     positions = compare_windows(subjects, text, partial)
+    layers = check_layers(subjects, text, plan.layer_tokens, console)
     console.print("timing both engines in turn")
     speed = measure_speed(quantized, fp16, plan.speed, plan.seed)
     if not request.served:
-        return Measured(text, positions, memory, speed, skipped_check("not asked for (--no-served)"))
+        return Measured(text, positions, memory, speed, skipped_check("not asked for (--no-served)"), layers)
     console.print("asking the served endpoint for the same greedy tokens")
     served = check_served(quantized, subjects.quantized_dir, text.windows, console)
-    return Measured(text, positions, memory, speed, served)
+    return Measured(text, positions, memory, speed, served, layers)
+
+
+def check_layers(subjects: Subjects, text: WindowSet, tokens: int, console: Console) -> LayerCheck | None:
+    """Replay the beginning of the first window layer by layer; None for no tokens."""
+    if not tokens:
+        return None
+    if not (can_be_replayed(subjects.fp16) and can_be_replayed(subjects.quantized)):
+        console.print("layers are not checked one by one: this engine's runner does not show them")
+        return None
+    console.print("replaying a text through every layer of both engines")
+    token_ids = text.windows[0].inputs[:tokens]
+    digest = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
+    layers = measure_layers(subjects.fp16, subjects.quantized, token_ids)
+    return LayerCheck(tokens=len(token_ids), sha256=digest, layers=layers)
 
 
 def compare_windows(subjects: Subjects, text: WindowSet, partial: PartialRun) -> list[PositionMeasures]:
@@ -133,6 +151,7 @@ def _report(request: EvalRequest, subjects: Subjects, measured: Measured, create
         speed=measured.speed,
         served=measured.served,
         environment=describe_environment(),
+        layers=measured.layers,
     )
 
 

@@ -79,6 +79,7 @@ class Quality(StrictModel):
     windows: int
     kl: Distribution
     kl_mean: Estimate
+    kl_p999: Estimate | None = None
     ppl: float
     ppl_fp16: float
     ppl_delta_pct: Estimate
@@ -126,6 +127,31 @@ class Speed(StrictModel):
     fp16: EngineSpeed
     streams: int
     repeats: int
+
+
+class LayerFigures(StrictModel):
+    """One layer's attention, as the engine does it and as its format explains it (eval/layers.py).
+
+    error, expected: relative to the fp16 output. page_ratios: of every page of positions from `first_position` on.
+    clipped: share of K's or V's values (the larger) outside static scales; 0 for formats that carry theirs in pages.
+    """
+
+    layer: int
+    format: str
+    error: float
+    expected: float
+    ratio: float
+    first_position: int
+    page_ratios: list[float]
+    clipped: float
+
+
+class LayerCheck(StrictModel):
+    """Every layer's figures over one text of `tokens` tokens."""
+
+    tokens: int
+    sha256: str
+    layers: list[LayerFigures]
 
 
 class ServedCheck(StrictModel):
@@ -184,3 +210,4 @@ class Report(StrictModel):
     speed: Speed
     served: ServedCheck
     environment: Environment
+    layers: LayerCheck | None = None

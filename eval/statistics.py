@@ -15,6 +15,7 @@ from eval.records import Bucket, Distribution, Estimate, Quality, WindowFigures
 from eval.windows import Window
 
 RESAMPLES = 2000
+TAIL_RESAMPLES = 500
 CONFIDENCE = 0.95
 FIRST_BUCKET_END = 256
 
@@ -28,6 +29,7 @@ def summarise(windows: list[Window], measured: list[PositionMeasures], *, seed: 
         positions=len(every),
         windows=len(measured),
         kl=kl_distribution(every.kl),
+        kl_p999=_tail_estimate(measured, seed),
         kl_mean=_estimate(measured, seed, lambda kl, nll, nll_fp16: kl),
         ppl=float(np.exp(every.nll.mean())),
         ppl_fp16=float(np.exp(every.nll_fp16.mean())),
@@ -86,6 +88,18 @@ def _top1_estimate(measured: list[PositionMeasures], seed: int) -> Estimate:
     means = np.array([[part.top1_same.mean() for part in measured]])
     interval = bootstrap_interval(means, lambda rows: rows[0], seed) if len(measured) > 1 else None
     return Estimate(value=float(means.mean()), interval=interval)
+
+
+def _tail_estimate(measured: list[PositionMeasures], seed: int) -> Estimate:
+    """p99.9 of KL with its interval; every resample pools the positions of the windows that were drawn."""
+    kl = np.stack([part.kl for part in measured])
+    value = float(np.quantile(kl, 0.999))
+    if len(measured) < 2:
+        return Estimate(value=value, interval=None)
+    chosen = np.random.default_rng(seed).integers(0, len(kl), size=(TAIL_RESAMPLES, len(kl)))
+    tails = [np.quantile(kl[windows], 0.999) for windows in chosen]
+    tail = (1 - CONFIDENCE) / 2
+    return Estimate(value=value, interval=[float(bound) for bound in np.quantile(tails, [tail, 1 - tail])])
 
 
 def _bucket(measured: list[PositionMeasures], start: int, end: int) -> Bucket:

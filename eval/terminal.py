@@ -9,6 +9,7 @@ from rich.table import Table
 
 from eval.figures import comparison_rows, headings, nats
 from eval.records import Report
+from nibble.certificate import Certificate
 
 OUTCOME_STYLES = {"same": "green", "different": "bold red", "failed": "bold red", "skipped": "yellow"}
 
@@ -19,6 +20,25 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_buckets(report))
     style = OUTCOME_STYLES[report.served.outcome]
     console.print(f"[{style}]served endpoint: {report.served.outcome}[/] ({escape(report.served.detail)})")
+
+
+def print_certificate(certificate: Certificate, console: Console) -> None:
+    """Print every figure beside its threshold, the verdict and its reasons."""
+    body = certificate.body
+    table = Table(title=f"Certificate of {body.engine.model} {body.engine.kv}", box=SIMPLE_HEAD)
+    for number, heading in enumerate(("figure", "value", "95 % interval", "threshold", "samples", "")):
+        table.add_column(heading, justify="right" if number else "left")
+    for figure in body.figures:
+        low, high = figure.interval or (None, None)
+        interval = "" if low is None else f"{low:.3g} to {high:.3g}"
+        mark = "[green]ok[/]" if figure.passed else "[bold red]past it[/]"
+        allowed = f"{figure.relation} {figure.threshold:g}"
+        table.add_row(figure.name, f"{figure.value:.4g}", interval, allowed, f"{figure.samples:,} {figure.unit}", mark)
+    console.print(table)
+    style = "bold green" if body.verdict == "passed" else "bold red"
+    console.print(f"[{style}]certification {body.verdict}[/], key {certificate.signature.fingerprint}")
+    for reason in body.reasons:
+        console.print(f"  {reason}", style="red", markup=False, soft_wrap=True)
 
 
 def _comparison(report: Report) -> Table:

@@ -81,8 +81,32 @@ class SearchRecipe(StrictModel):
     context_tokens: Tokens
 
 
+class CertificateRecipe(StrictModel):
+    """What an engine must hold to against its fp16 twin, and what `make serve` does when that is not proven.
+
+    kl_mean, kl_p999: nats a token, at most. top1_agreement: share of positions, at least. ppl_change_pct: of the
+    absolute change, at most. needle_drop: recall lost on cells that fp16 passes, at most. task_drop_errors: accuracy
+    lost, in standard errors of the paired difference, at most. layer_error_ratio: a layer's attention error over what
+    its format explains, at most. clipped_share: of a layer's values outside its static scales, at most.
+    on_uncertified: refuse to serve, serve with an fp16 cache, or warn and serve.
+    """
+
+    kl_mean: Annotated[float, Field(ge=1e-9, le=1e3)] = 0.005
+    kl_p999: Annotated[float, Field(ge=1e-9, le=1e3)] = 0.2
+    top1_agreement: Annotated[float, Field(ge=0.0, le=1.0)] = 0.96
+    ppl_change_pct: Annotated[float, Field(ge=1e-9, le=1e3)] = 0.5
+    needle_drop: Annotated[float, Field(ge=0.0, le=1.0)] = 0.02
+    task_drop_errors: Annotated[float, Field(ge=1e-9, le=1e3)] = 2.0
+    layer_error_ratio: Annotated[float, Field(ge=1.0, le=1e3)] = 1.5
+    clipped_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.005
+    on_uncertified: Literal["refuse", "fallback", "warn"] = "fallback"
+
+
 class KVRecipe(StrictModel):
-    """A KV format and its page policy. search: the format search replaces both by what it finds (`KV=mixed`)."""
+    """A KV format and its page policy. search: the format search replaces both by what it finds (`KV=mixed`).
+
+    certificate: the thresholds of `make certify`, and what an engine without a valid certificate may do.
+    """
 
     name: Name
     k: TensorRecipe
@@ -90,6 +114,7 @@ class KVRecipe(StrictModel):
     sink_pages: Pages
     recent_pages: Pages
     search: SearchRecipe | None = None
+    certificate: CertificateRecipe = CertificateRecipe()
 
     @property
     def format(self) -> KVFormat:

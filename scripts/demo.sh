@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job, stage by stage: an int4-KV engine and its fp16 twin, one query through Triton, and the comparison.
+# The main job, stage by stage: an int4-KV engine and its fp16 twin, the comparison, signed, and one query through Triton.
 #   MODEL=smollm2-135m N=64 bash scripts/demo.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,5 +15,5 @@ stage() {
 stage calibrate.run --model "$MODEL" --n "$N"
 stage build.run --model "$MODEL" --kv int4
 stage build.run --model "$MODEL" --kv fp16
-stage serve.run --model "$MODEL" --kv int4 --check
-stage eval.run --model "$MODEL" --kv int4 --quick --max-kl-mean 0.003
+stage eval.certify --model "$MODEL" --kv int4 --quick
+stage serve.run --model "$MODEL" --kv int4 --certificate refuse --check

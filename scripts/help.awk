@@ -16,6 +16,7 @@ END {
     print "  BATCH        sequences at once"
     print "  PORT         HTTP port of the server; gRPC is the next one, metrics the one after"
     print "  KV_FALLBACK  fp16: serve the engine with an fp16 cache"
+    print "  CERTIFICATE  refuse, fallback, warn or ignore: what serving does without a valid certificate"
     print "  QUICK        1: evaluate on less text"
     print "  PYTHON       interpreter for .venv, 3.11 or 3.12"
 }

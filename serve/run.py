@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from nibble.errors import NibbleError
 from nibble.manifest import read_manifest
@@ -21,6 +22,7 @@ from nibble.recipes import ServeRecipe, load_kv_recipe, load_model_recipe
 from nibble.stage import console, run_stage
 from nibble.strict_yaml import validate
 from serve import preflight
+from serve.certificate_gate import ACTIONS, pass_gate
 from serve.check import ask_one_question
 from serve.leftovers import sweep
 from serve.repository import write_repository
@@ -34,7 +36,7 @@ FALLBACKS = ("fp16",)
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until asked to stop. Raises NibbleError for what a user can put right."""
     arguments = build_parser().parse_args(argv)
-    settings = settings_from(arguments)
+    settings = pass_gate(settings_from(arguments), arguments.certificate, console)
     stop = StopRequest()
     stop.listen()
     serve(settings, console, stop, is_check=arguments.check)
@@ -94,6 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pool-mb", type=int, help="size of the KV pool (default: fits --batch times --context)")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
     parser.add_argument("--kv-fallback", help="fp16: run this engine with an fp16 cache (also KV_FALLBACK=fp16)")
+    parser.add_argument(
+        "--certificate", choices=ACTIONS, help="what to do without a valid certificate (default: as the KV recipe says)"
+    )
     parser.add_argument("--check", action="store_true", help="ask one question, print the answer, stop")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds to become ready (default: 900)")
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running answers at a stop")
@@ -141,7 +146,8 @@ def _print_endpoints(settings: ServeSettings, console: Console) -> None:
     for name, where in endpoints.items():
         console.print(f"  {name:9} {where}", soft_wrap=True)
     if settings.options.kv_fallback:
-        console.print(f"[yellow]KV_FALLBACK={settings.options.kv_fallback}: the cache is not the one that was built[/]")
+        reason = settings.options.kv_fallback_reason or f"KV_FALLBACK={settings.options.kv_fallback}"
+        console.print(f"[yellow]the cache is not the one that was built[/]: {escape(reason)}", soft_wrap=True)
     console.print("Ctrl-C stops the server")
 
 

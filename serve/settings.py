@@ -21,7 +21,10 @@ RUN_ROOT = REPOSITORY_ROOT / "triton_repo" / "run"
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the engine is loaded inside the server. Sizes in tokens, sequences and MB; None leaves it to the engine."""
+    """How the engine is loaded inside the server. Sizes in tokens, sequences and MB; None leaves it to the engine.
+
+    certificate: what the engine's certificate is worth. kv_fallback_reason: why kv_fallback is set, if not by request.
+    """
 
     max_context: int = 2048
     max_running: int = 16
@@ -30,6 +33,8 @@ class EngineOptions:
     threads: int | None = None
     pool_mb: int | None = None
     kv_fallback: str | None = None
+    kv_fallback_reason: str | None = None
+    certificate: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,16 @@ TINY_CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signing_key_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test makes or reads the user's own signing key."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NIBBLE_SIGNING_KEY", str(tmp_path_factory.mktemp("keys") / "signing_key.pem"))
+        patch.delenv("NIBBLE_TRUSTED_KEYS", raising=False)
+        patch.delenv("CERTIFICATE", raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,9 @@ class RequestTimes:
 class EngineMetrics:
     """Families and metrics of one engine. family_class: pb_utils.MetricFamily."""
 
-    def __init__(self, family_class: Any, kv_name: str, fallback_reason: str | None) -> None:
+    def __init__(
+        self, family_class: Any, kv_name: str, fallback_reason: str | None, certificate: str = "unchecked"
+    ) -> None:
         self._family_class = family_class
         self._labels = {"kv": kv_name}
         self._families: dict[str, Any] = {}
@@ -59,6 +61,10 @@ class EngineMetrics:
             {"fallback_reason": fallback_reason or ""},
         )
         self._info.set(1)
+        self._certificate = self._metric(
+            "nibble_certificate", "What the engine's certificate is worth", "GAUGE", {"standing": certificate}
+        )
+        self._certificate.set(1)
         self._gauges = [(self._metric(name, text, "GAUGE", labels), read) for name, text, labels, read in GAUGES]
         self._counters = [[self._metric(name, text, "COUNTER", {}), read, 0] for name, text, read in COUNTERS]
         self._finished: dict[str, Any] = {}

@@ -36,8 +36,11 @@ class ServedModel:
             engine = _load_engine(parameters)
         except NibbleError as error:
             raise pb_utils.TritonModelException(str(error)) from error
-        self._closing = {"kv_format": engine.kv_name, "kv_fallback_reason": engine.fallback_reason or ""}
-        metrics = EngineMetrics(pb_utils.MetricFamily, engine.kv_name, engine.fallback_reason)
+        reason = _fallback_reason(engine, parameters)
+        self._closing = {"kv_format": engine.kv_name, "kv_fallback_reason": reason or ""}
+        metrics = EngineMetrics(
+            pb_utils.MetricFamily, engine.kv_name, reason, parameters.get("certificate", "unchecked")
+        )
         self._loop = EngineLoop(engine, metrics, on_fault=_end_process)
         self._loop.start()
 
@@ -81,10 +84,16 @@ def _load_engine(parameters: Mapping[str, str]) -> Engine:
     _log(f"loading {directory}")
     limits = EngineLimits(**{name: int(parameters[name]) for name in LIMITS if name in parameters})
     engine = Engine.load(directory, limits, kv_fallback=parameters.get("kv_fallback"))
-    if engine.fallback_reason:
-        _log(f"KV FALLBACK: cache is {engine.kv_name}: {engine.fallback_reason}")
+    if reason := _fallback_reason(engine, parameters):
+        _log(f"KV FALLBACK: cache is {engine.kv_name}: {reason}")
+    _log(f"certificate: {parameters.get('certificate', 'unchecked')}")
     _log(f"loaded with KV={engine.kv_name} in {time.monotonic() - began:.1f} s")
     return engine
+
+
+def _fallback_reason(engine: Engine, parameters: Mapping[str, str]) -> str | None:
+    """Why the cache is not the one built: the certificate gate's reason, or the engine's own."""
+    return engine.fallback_reason and parameters.get("kv_fallback_reason", engine.fallback_reason)
 
 
 def _read(request: Any) -> Question | NibbleError:

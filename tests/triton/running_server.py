@@ -104,6 +104,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
 def serve_command(port: int, *extra: str) -> list[str]:
     limits = ["--context", str(LIMITS.max_context), "--batch", str(LIMITS.max_running)]
     limits += ["--queue", str(LIMITS.max_waiting), "--threads", "1", "--port", str(port)]
+    limits += ["--certificate", "warn"]  # these tests serve an engine that nobody has certified
     return [sys.executable, "-m", "serve.run", "--model", MODEL, "--kv", KV, *limits, *extra]
 
 
