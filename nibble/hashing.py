@@ -6,6 +6,7 @@ kept in engines/.cache/hashes.json and used while the file looks untouched.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -42,7 +43,8 @@ def remembered_sha256(path: Path) -> str:
         return str(known["sha256"])
     digest = file_sha256(path)
     memory[str(path)] = {"stamp": stamp, "sha256": digest}
-    atomic.write_text(memory_file, json.dumps(memory, indent=1, sort_keys=True))
+    with contextlib.suppress(OSError):  # engines/ may be mounted read-only: then it is hashed anew at each start
+        atomic.write_text(memory_file, json.dumps(memory, indent=1, sort_keys=True))
     return digest
 
 

@@ -35,7 +35,10 @@ class ServerError(NibbleError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """One response. text and token_ids: what is new in it. kv_format and kv_fallback_reason: only in the last one."""
+    """One response. text and token_ids: what is new in it. kv_format and kv_fallback_reason: only in the last one.
+
+    token_log_probs: on request, what serve/backend/token_report.py says of each new token.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -46,6 +49,7 @@ class Chunk:
     cached_tokens: int
     kv_format: str = ""
     kv_fallback_reason: str = ""
+    token_log_probs: tuple[dict[str, Any], ...] = ()
 
 
 class TritonLLM:
@@ -123,6 +127,7 @@ def read_chunk(result: grpcclient.InferResult) -> Chunk:
         cached_tokens=_values(result, "cached_tokens")[0],
         kv_format=text("kv_format"),
         kv_fallback_reason=text("kv_fallback_reason"),
+        token_log_probs=tuple(json.loads(text("token_log_probs") or "[]")),
     )
 
 

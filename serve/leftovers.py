@@ -19,13 +19,15 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton's Python backend ke
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """Who runs a server. server: None until tritonserver is started."""
+    """Who runs a server. server, front: None until they are started. restarts: of tritonserver, so far."""
 
     name: str
     http_port: int
     shm_prefix: str
     supervisor: ProcessIdentity
     server: ProcessIdentity | None = None
+    front: ProcessIdentity | None = None
+    restarts: int = 0
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps(asdict(self), indent=2))
@@ -36,10 +38,14 @@ class ServerRecord:
         try:
             fields = json.loads(path.read_text())
             supervisor = ProcessIdentity(**fields.pop("supervisor"))
-            server = fields.pop("server")
-            return cls(**fields, supervisor=supervisor, server=ProcessIdentity(**server) if server else None)
+            server, front = (_identity(fields.pop(name, None)) for name in ("server", "front"))
+            return cls(**fields, supervisor=supervisor, server=server, front=front)
         except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
             return None
+
+
+def _identity(fields: dict[str, int] | None) -> ProcessIdentity | None:
+    return ProcessIdentity(**fields) if fields else None
 
 
 def sweep(run_root: Path) -> list[str]:
@@ -68,6 +74,9 @@ def _sweep_one(record: ServerRecord) -> str:
     if record.server is not None and orphaned:
         kill_group(record.server.pid)
         _wait_until_gone(record.server)
+    if record.front is not None and record.front.is_alive:
+        kill_group(record.front.pid)
+        _wait_until_gone(record.front)
     for stub in orphaned_stubs(record.shm_prefix):
         kill(stub)
         _wait_until_gone(stub)

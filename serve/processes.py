@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 STUB_COMMAND = "triton_python_b"  # /proc cuts names to 15 characters
 
 
@@ -49,6 +52,11 @@ def orphaned_stubs(shm_prefix: str) -> list[ProcessIdentity]:
         for pid, stat in _all_stats()
         if stat.command == STUB_COMMAND and shm_prefix in _command_line(pid) and stat.state not in "ZX"
     ]
+
+
+def die_with_parent() -> None:
+    """For a child before exec: the kernel sends it SIGTERM when the thread that started it ends."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def kill(process: ProcessIdentity) -> None:

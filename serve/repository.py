@@ -22,9 +22,22 @@ from serve.tensors import INPUTS, MODEL_NAME, OUTPUTS, TensorSpec
 MODEL_SOURCE = REPOSITORY_ROOT / "triton_repo" / "native" / "1" / "model.py"
 
 
-def model_config(settings: ServeSettings) -> ModelConfig:
-    """The model's configuration for these settings."""
-    config = ModelConfig(name=MODEL_NAME, backend="python", max_batch_size=1)
+def model_configs(settings: ServeSettings) -> dict[str, ModelConfig]:
+    """The configuration of every engine of a server, by Triton's name of it."""
+    first = model_config(settings)
+    others = {
+        engine.triton_model: model_config(
+            dataclasses.replace(settings, engine_dir=engine.engine_dir, options=engine.options, labels=engine.labels),
+            engine.triton_model,
+        )
+        for engine in settings.beside
+    }
+    return {first.name: first, **others}
+
+
+def model_config(settings: ServeSettings, name: str = MODEL_NAME) -> ModelConfig:
+    """The configuration of the first engine of these settings."""
+    config = ModelConfig(name=name, backend="python", max_batch_size=1)
     config.model_transaction_policy.decoupled = True
     config.instance_group.add(count=1, kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
     for spec in INPUTS.values():
@@ -49,20 +62,24 @@ def check_config(text: str) -> ModelConfig:
 
 
 def write_repository(settings: ServeSettings) -> None:
-    """Write models/llm/{config.pbtxt,1/model.py} of this server, whole or not at all."""
-    text = text_format.MessageToString(model_config(settings))
-    check_config(text)
+    """Write models/<name>/{config.pbtxt,1/model.py} of each engine, all or nothing."""
     with new_directory(settings.models_dir) as workspace:
-        version = workspace / MODEL_NAME / "1"
-        version.mkdir(parents=True)
-        (version.parent / "config.pbtxt").write_text(text)
-        shutil.copyfile(MODEL_SOURCE, version / "model.py")
+        for name, config in model_configs(settings).items():
+            text = text_format.MessageToString(config)
+            check_config(text)
+            version = workspace / name / "1"
+            version.mkdir(parents=True)
+            (version.parent / "config.pbtxt").write_text(text)
+            shutil.copyfile(MODEL_SOURCE, version / "model.py")
 
 
 def _rules(config: ModelConfig) -> list[tuple[bool, str]]:
     instances = [group.count for group in config.instance_group]
     return [
-        (config.name == MODEL_NAME, f"name: got {config.name!r}, allowed {MODEL_NAME!r}"),
+        (
+            config.name == MODEL_NAME or config.name.startswith(f"{MODEL_NAME}-"),
+            f"name: got {config.name!r}, allowed {MODEL_NAME!r} or '{MODEL_NAME}-<kv>'",
+        ),
         (config.backend == "python", f"backend: got {config.backend!r}, allowed 'python'"),
         (config.max_batch_size == 1, f"max_batch_size: got {config.max_batch_size}, allowed 1 (the engine batches)"),
         (config.model_transaction_policy.decoupled, "model_transaction_policy: decoupled must be true (streaming)"),
@@ -78,6 +95,7 @@ def _parameters(settings: ServeSettings) -> dict[str, str]:
     return {
         "repository_root": str(REPOSITORY_ROOT),
         "engine_dir": str(settings.engine_dir.resolve()),
+        **settings.labels,
         **options,
     }
 

@@ -25,6 +25,7 @@ from serve import preflight
 from serve.certificate_gate import ACTIONS, pass_gate
 from serve.check import ask_one_question
 from serve.leftovers import sweep
+from serve.options import add_operations, with_operations
 from serve.repository import write_repository
 from serve.settings import RUN_ROOT, EngineOptions, ServeSettings
 from serve.supervisor import StopRequest, Supervisor
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serve until asked to stop. Raises NibbleError for what a user can put right."""
     arguments = build_parser().parse_args(argv)
     settings = pass_gate(settings_from(arguments), arguments.certificate, console)
+    settings = with_operations(settings, arguments, console)
     stop = StopRequest()
     stop.listen()
     serve(settings, console, stop, is_check=arguments.check)
@@ -55,6 +57,7 @@ def serve(settings: ServeSettings, console: Console, stop: StopRequest, *, is_ch
         if is_check:
             ask_one_question(f"{settings.client_host}:{settings.grpc_port}", console)
         else:
+            supervisor.start_front()
             supervisor.watch()
 
 
@@ -99,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--certificate", choices=ACTIONS, help="what to do without a valid certificate (default: as the KV recipe says)"
     )
+    add_operations(parser)
     parser.add_argument("--check", action="store_true", help="ask one question, print the answer, stop")
     parser.add_argument("--start-timeout", type=float, default=900.0, help="seconds to become ready (default: 900)")
     parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running answers at a stop")
@@ -141,6 +145,7 @@ def _print_endpoints(settings: ServeSettings, console: Console) -> None:
         "stream": f"{model_url}/generate_stream",
         "gRPC": f"{host}:{settings.grpc_port}",
         "metrics": f"http://{host}:{settings.metrics_port}/metrics",
+        **({"OpenAI": f"http://{settings.front.host}:{settings.front.port}/v1"} if settings.front else {}),
         "log": str(settings.log_path),
     }
     for name, where in endpoints.items():

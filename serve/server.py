@@ -6,7 +6,9 @@ dies. Its log goes to a file, not a pipe: a pipe's end would die with the superv
 
 from __future__ import annotations
 
-import ctypes
+import json
+import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,13 +20,13 @@ from collections.abc import Callable, Iterator
 from nibble.errors import NibbleError
 from serve import server_log, wheel
 from serve.leftovers import remove_shared_memory
-from serve.processes import ProcessIdentity, kill_group, stubs_of
+from serve.processes import ProcessIdentity, die_with_parent, kill_group, stubs_of
 from serve.settings import ServeSettings
 
-PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
 STOP_MARGIN_S = 5.0  # what Triton takes to end after its own drain time
-_LIBC = ctypes.CDLL(None)
+ADMIN_HEADER = "x-nibble-admin"
+ADMIN_APIS = "model-repository,shared-memory,trace,logging"  # what only the holder of admin.key may do
 
 
 class TritonServer:
@@ -34,20 +36,23 @@ class TritonServer:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._stubs: list[ProcessIdentity] = []
+        self._admin_key = ""
 
     def start(self) -> ProcessIdentity:
         """Start the process. Call from the thread that outlives it (the kernel watches the thread)."""
         remove_shared_memory(self._settings.shm_prefix)
         wheel.install_backends(self._settings.backends_dir)
+        self._admin_key = secrets.token_hex(24)
+        _write_secret(self._settings, self._admin_key)
         with self._settings.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command_line(self._settings),
+                command_line(self._settings, self._admin_key),
                 env=wheel.server_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  one prctl, no locks
+                preexec_fn=die_with_parent,  # noqa: PLW1509  one prctl, no locks
             )
         return ProcessIdentity.of(self._process.pid)
 
@@ -65,7 +70,9 @@ class TritonServer:
         if self._process is None or self._process.poll() is not None:
             return f"tritonserver ended with code {self._process.returncode if self._process else None}"
         if not self._stubs or not all(stub.is_alive for stub in self._stubs):
-            return "the model's process (Triton's Python stub) died"
+            self._stubs = stubs_of(self._pid)
+            if len(self._stubs) < self._count_ready():  # fewer are right after an engine was swapped or unloaded
+                return "the model's process (Triton's Python stub) died"
         return None
 
     def stop(self, is_forced: Callable[[], bool] = lambda: False) -> bool:
@@ -103,6 +110,16 @@ class TritonServer:
         except (urllib.error.URLError, OSError):
             return False
 
+    def _count_ready(self) -> int:
+        """How many engines Triton holds to be ready; 1 when it doesn't answer, so that no stub is too few."""
+        url = f"http://{self._settings.client_host}:{self._settings.http_port}/v2/repository/index"
+        request = urllib.request.Request(url, b'{"ready": true}', {ADMIN_HEADER: self._admin_key})  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, timeout=2) as answer:  # noqa: S310
+                return len(json.load(answer))
+        except (OSError, ValueError):
+            return 1
+
     def _listens(self, port: int) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex((self._settings.client_host, port)) == 0
@@ -119,8 +136,11 @@ class TritonServer:
         raise NibbleError(f"Triton did not start: {reason}\nfull log: {self._settings.log_path}")
 
 
-def command_line(settings: ServeSettings) -> list[str]:
-    """tritonserver and its options. Auto-complete is off: it would start the stub a second time."""
+def command_line(settings: ServeSettings, admin_key: str) -> list[str]:
+    """tritonserver and its options. Auto-complete is off: it would start the stub a second time.
+
+    Model control is explicit, for a live fallback, and asks for the admin key: whoever may load a model may run code.
+    """
     endpoints = [
         option
         for name, port in settings.ports.items()
@@ -133,10 +153,28 @@ def command_line(settings: ServeSettings) -> list[str]:
         f"--backend-config=python,shm-region-prefix-name={settings.shm_prefix}",
         f"--exit-timeout-secs={max(1, int(settings.drain_timeout_s))}",
         "--disable-auto-complete-config",
+        "--model-control-mode=explicit",
+        *(f"--load-model={name}" for name in settings.triton_models),
+        f"--http-restricted-api={ADMIN_APIS}:{ADMIN_HEADER}={admin_key}",
+        f"--grpc-restricted-protocol={ADMIN_APIS}:{ADMIN_HEADER}={admin_key}",
+        *_trace_options(settings.trace),
         "--allow-gpu-metrics=false",
         *endpoints,
     ]
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def _trace_options(trace: str | None) -> list[str]:
+    if trace is None:
+        return []
+    if trace.startswith(("http://", "https://")):
+        where = ["mode=opentelemetry", f"opentelemetry,url={trace}"]
+    else:
+        where = ["mode=triton", f"triton,file={trace}"]
+    return [f"--trace-config={option}" for option in (*where, "rate=1", "level=TIMESTAMPS")]
+
+
+def _write_secret(settings: ServeSettings, admin_key: str) -> None:
+    """admin.key, readable by this user alone."""
+    settings.admin_key_path.unlink(missing_ok=True)
+    with os.fdopen(os.open(settings.admin_key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        stream.write(admin_key)

@@ -3,18 +3,23 @@
 triton_repo/run/<name>-<port>/     one folder for each server, git-ignored, rewritten at each start
     models/llm/config.pbtxt        the model repository
     models/llm/1/model.py
+    models/llm-fp16/               the same of each engine served beside the first
     backends/python/               Triton's Python backend with the stub of our Python
     server.json                    process ids, for the next start after a kill
+    admin.key                      what Triton's model control asks for, read by serve/control.py
     triton.log
+    events.jsonl, requests.jsonl   what the supervisor did; one line for each request of the front
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nibble.paths import REPOSITORY_ROOT
+from serve.tensors import MODEL_NAME
 
 RUN_ROOT = REPOSITORY_ROOT / "triton_repo" / "run"
 
@@ -38,8 +43,35 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
+class BesideEngine:
+    """Another engine of the same server. kv: what it is called by. labels: see ServeSettings."""
+
+    kv: str
+    engine_dir: Path
+    options: EngineOptions
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def triton_model(self) -> str:
+        return f"{MODEL_NAME}-{self.kv}"
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """The OpenAI-compatible front beside Triton. arguments: more of the command line of serve.front.run."""
+
+    host: str
+    port: int
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ServeSettings:
-    """A server to start. name: <model>-<kv>. Times in seconds."""
+    """A server to start. name: <model>-<kv>. Times in seconds.
+
+    labels: parameters of the model's configuration that the front reads (model_name, built_kv, engine_hash). trace: a
+    file for Triton's traces, or the URL of an OpenTelemetry collector. canary_timeout_s: 0 is no canary.
+    """
 
     name: str
     engine_dir: Path
@@ -48,6 +80,17 @@ class ServeSettings:
     options: EngineOptions = EngineOptions()
     start_timeout_s: float = 900.0
     drain_timeout_s: float = 30.0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[BesideEngine, ...] = ()
+    front: FrontOptions | None = None
+    trace: str | None = None
+    canary_timeout_s: float = 10.0
+    log_to_stdout: bool = False
+
+    @property
+    def triton_models(self) -> tuple[str, ...]:
+        """Triton's names of all engines, the first one first."""
+        return (MODEL_NAME, *(engine.triton_model for engine in self.beside))
 
     @property
     def grpc_port(self) -> int:
@@ -86,6 +129,20 @@ class ServeSettings:
     @property
     def record_path(self) -> Path:
         return self.run_dir / "server.json"
+
+    @property
+    def admin_key_path(self) -> Path:
+        return self.run_dir / "admin.key"
+
+    @property
+    def events_path(self) -> Path | None:
+        """Where events go; None is standard output."""
+        return None if self.log_to_stdout else self.run_dir / "events.jsonl"
+
+    @property
+    def requests_path(self) -> Path | None:
+        """Where the front's lines go; None is standard output."""
+        return None if self.log_to_stdout else self.run_dir / "requests.jsonl"
 
     @property
     def shm_prefix(self) -> str:

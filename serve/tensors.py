@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODEL_NAME = "llm"
+CANARY_ID = "nibble-canary"  # requests of this id are left out of the metrics of requests
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ INPUTS = _table(
     TensorSpec("seed", "UINT64", "the same seed gives the same answer"),
     TensorSpec("stream", "BOOL", "one response a token, or one in all"),
     TensorSpec("return_log_probs", "BOOL", "fill output_log_probs"),
+    TensorSpec("top_log_probs", "INT32", "fill token_log_probs, with so many alternatives to each token (0 to 20)"),
     TensorSpec("priority", "INT32", "higher goes first"),
     TensorSpec("ignore_eos", "BOOL", "go on to max_tokens"),
 )
@@ -52,6 +54,7 @@ OUTPUTS = _table(
     TensorSpec("text_output", "BYTES", "new text since the last response"),
     TensorSpec("token_ids", "INT32", "new tokens since the last response", is_list=True),
     TensorSpec("output_log_probs", "FP32", "their natural log-probabilities", is_list=True),
+    TensorSpec("token_log_probs", "BYTES", "JSON list: token, bytes, logprob and top of each new token"),
     TensorSpec("finish_reason", "BYTES", "empty, stop, length, cancelled or error"),
     TensorSpec("error_message", "BYTES", "why, when an answer that had begun ends with error"),
     TensorSpec("prompt_tokens", "INT32", "tokens of the prompt"),

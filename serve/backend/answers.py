@@ -7,8 +7,9 @@ ensembles and BLS.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from nibble.runtime import TokenEvent
 from serve.backend.requests import Question
 from serve.tensors import OUTPUTS
 
+Describe = Callable[[TokenEvent], dict[str, Any]]
 NUMPY_TYPES = {"BYTES": np.object_, "INT32": np.int32, "FP32": np.float32}
 
 
@@ -39,9 +41,16 @@ class Channel(Protocol):
 class Answer:
     """Sends the events of one request through its channel."""
 
-    def __init__(self, channel: Channel, question: Question | NibbleError, closing: Mapping[str, str]) -> None:
-        """closing: texts added to the last response (kv_format, kv_fallback_reason)."""
+    def __init__(
+        self,
+        channel: Channel,
+        question: Question | NibbleError,
+        closing: Mapping[str, str],
+        describe: Describe | None = None,
+    ) -> None:
+        """closing: texts added to the last response (kv_format, kv_fallback_reason). describe: see token_report.py."""
         self._channel = channel
+        self._describe = describe if isinstance(question, Question) and question.top_log_probs is not None else None
         self._streams = isinstance(question, Question) and question.stream
         self._has_log_probs = isinstance(question, Question) and question.return_log_probs
         self._closing = closing
@@ -73,6 +82,9 @@ class Answer:
     def _flush(self) -> None:
         is_final = self._pending[-1].finish_reason is not None
         tensors = response_tensors(self._pending, has_log_probs=self._has_log_probs)
+        if self._describe is not None:
+            report = [self._describe(event) for event in self._pending if event.token_id is not None]
+            tensors["token_log_probs"] = as_tensor("token_log_probs", [json.dumps(report)])
         if is_final:
             tensors |= {name: as_tensor(name, [text]) for name, text in self._closing.items()}
         self._channel.send(tensors, is_final)

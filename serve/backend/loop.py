@@ -24,6 +24,7 @@ from nibble.runtime import Engine, QueueFullError
 from serve.backend.answers import Answer
 from serve.backend.metrics import EngineMetrics, RequestTimes
 from serve.backend.requests import Question
+from serve.tensors import CANARY_ID
 
 CANCEL_POLL_S = 0.1
 PUBLISH_S = 0.25
@@ -51,6 +52,7 @@ class EngineLoop:
         self._open: dict[str, Ask] = {}
         self._ids = itertools.count()
         self._next_cancel_poll = self._next_publish = 0.0
+        self._rounds = 0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -72,12 +74,14 @@ class EngineLoop:
                 self._take_inbox()
                 self._cancel_abandoned()
                 self._step()
+                self._rounds += 1
                 self._publish()
         except Exception:
             self._fail_open("the engine failed; the server restarts it, ask again")
             self._on_fault(traceback.format_exc())
             raise
         self._fail_open("the server is stopping")
+        self._metrics.withdraw()
 
     def _take_inbox(self) -> None:
         """Submit what has arrived; sleep here while there is nothing to do."""
@@ -128,7 +132,8 @@ class EngineLoop:
     def _step(self) -> None:
         for event in self._engine.step():
             ask = self._open[event.request_id]
-            self._metrics.observe(event, ask.times)
+            if ask.client_id != CANARY_ID:
+                self._metrics.observe(event, ask.times)
             ask.answer.take(event)
             if event.finish_reason:
                 del self._open[event.request_id]
@@ -138,7 +143,8 @@ class EngineLoop:
         now = time.monotonic()
         if now >= self._next_publish or not self._engine.has_work:
             self._next_publish = now + PUBLISH_S
-            self._metrics.publish(self._engine.stats())
+            self._metrics.publish(self._engine.stats(), self._rounds)
+            self._rounds = 0
 
     def _fail_open(self, message: str) -> None:
         for ask in self._open.values():

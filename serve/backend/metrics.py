@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nibble.runtime import EngineStats, TokenEvent
+from serve.tensors import MODEL_NAME
 
 TTFT_BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 TPOT_BUCKETS_S = [0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0]
@@ -49,10 +50,16 @@ class EngineMetrics:
     """Families and metrics of one engine. family_class: pb_utils.MetricFamily."""
 
     def __init__(
-        self, family_class: Any, kv_name: str, fallback_reason: str | None, certificate: str = "unchecked"
+        self,
+        family_class: Any,
+        kv_name: str,
+        fallback_reason: str | None,
+        certificate: str = "unchecked",
+        engine: str = MODEL_NAME,
     ) -> None:
+        """engine: Triton's name of it, which tells engines side by side apart."""
         self._family_class = family_class
-        self._labels = {"kv": kv_name}
+        self._labels = {"kv": kv_name, "engine": engine}
         self._families: dict[str, Any] = {}
         self._info = self._metric(
             "nibble_kv_info",
@@ -67,14 +74,16 @@ class EngineMetrics:
         self._certificate.set(1)
         self._gauges = [(self._metric(name, text, "GAUGE", labels), read) for name, text, labels, read in GAUGES]
         self._counters = [[self._metric(name, text, "COUNTER", {}), read, 0] for name, text, read in COUNTERS]
+        self._steps = self._metric("nibble_steps_total", "Rounds of the engine thread, idle ones too", "COUNTER", {})
         self._finished: dict[str, Any] = {}
         self._layers: dict[str, Any] = {}
         self._ttft = self._histogram("nibble_ttft_seconds", "Arrival to first token", TTFT_BUCKETS_S)
         self._tpot = self._histogram("nibble_tpot_seconds", "Mean time per token after the first", TPOT_BUCKETS_S)
         self._request = self._histogram("nibble_request_seconds", "Arrival to last token", REQUEST_BUCKETS_S)
 
-    def publish(self, stats: EngineStats) -> None:
-        """Set every gauge, and move every counter up to what the engine counts."""
+    def publish(self, stats: EngineStats, steps: int = 0) -> None:
+        """Set every gauge, and move every counter up to what the engine counts. steps: rounds since the last call."""
+        self._steps.increment(float(steps))
         for gauge, read_gauge in self._gauges:
             gauge.set(float(read_gauge(stats)))
         for name, count in stats.layers_by_format.items():
@@ -85,6 +94,11 @@ class EngineMetrics:
             metric, read_counter, before = counter
             metric.increment(float(max(0, read_counter(stats) - before)))
             counter[2] = read_counter(stats)
+
+    def withdraw(self) -> None:
+        """Set every gauge to 0: Triton goes on showing the metrics of an engine that is unloaded."""
+        for gauge in (self._info, self._certificate, *(gauge for gauge, _ in self._gauges), *self._layers.values()):
+            gauge.set(0.0)
 
     def observe(self, event: TokenEvent, times: RequestTimes) -> None:
         """Record the times of a request at its first token and at its end."""

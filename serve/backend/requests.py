@@ -23,7 +23,7 @@ CHAT_ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Question:
-    """One request. Exactly one of text and messages is set."""
+    """One request. Exactly one of text and messages is set. top_log_probs: None for no report of tokens."""
 
     text: str | None
     messages: list[dict[str, str]] | None
@@ -31,6 +31,7 @@ class Question:
     stream: bool
     return_log_probs: bool
     priority: int
+    top_log_probs: int | None = None
 
 
 def read_question(tensors: Mapping[str, np.ndarray | None], parameters: Mapping[str, Any]) -> Question:
@@ -47,6 +48,7 @@ def read_question(tensors: Mapping[str, np.ndarray | None], parameters: Mapping[
         stream=bool(reader.number("stream", False)),
         return_log_probs=bool(reader.number("return_log_probs", False)),
         priority=int(reader.number("priority", 0)),
+        top_log_probs=None if (top := reader.number("top_log_probs", None)) is None else int(top),
     )
 
 
@@ -82,6 +84,7 @@ def _sampling_params(reader: _Reader) -> SamplingParams:
         top_p=float(reader.number("top_p", defaults.top_p)),
         seed=None if seed is None else int(seed),
         stop=tuple(reader.texts("stop_words")),
+        logprobs=int(reader.number("top_log_probs", defaults.logprobs)),
         ignore_eos=bool(reader.number("ignore_eos", False)),
     )
 

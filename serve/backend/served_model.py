@@ -21,7 +21,8 @@ from serve.backend.answers import Answer
 from serve.backend.loop import Ask, EngineLoop
 from serve.backend.metrics import EngineMetrics
 from serve.backend.requests import Question, read_question
-from serve.tensors import INPUTS
+from serve.backend.token_report import TokenReport
+from serve.tensors import INPUTS, MODEL_NAME
 
 EXIT_CODE_FAULT = 70
 LIMITS = ("max_context", "max_running", "chunk_tokens", "max_waiting", "threads", "pool_mb")
@@ -37,9 +38,14 @@ class ServedModel:
         except NibbleError as error:
             raise pb_utils.TritonModelException(str(error)) from error
         reason = _fallback_reason(engine, parameters)
+        self._describe = TokenReport(engine.tokenizer)
         self._closing = {"kv_format": engine.kv_name, "kv_fallback_reason": reason or ""}
         metrics = EngineMetrics(
-            pb_utils.MetricFamily, engine.kv_name, reason, parameters.get("certificate", "unchecked")
+            pb_utils.MetricFamily,
+            engine.kv_name,
+            reason,
+            parameters.get("certificate", "unchecked"),
+            parameters.get("triton_model", MODEL_NAME),
         )
         self._loop = EngineLoop(engine, metrics, on_fault=_end_process)
         self._loop.start()
@@ -48,7 +54,7 @@ class ServedModel:
         """Hand each request to the engine thread."""
         for request in requests:
             question = _read(request)
-            answer = Answer(TritonChannel(request.get_response_sender()), question, self._closing)
+            answer = Answer(TritonChannel(request.get_response_sender()), question, self._closing, self._describe)
             self._loop.ask(Ask(question, answer, request.request_id()))
 
     def finalize(self) -> None:

@@ -48,7 +48,7 @@ class Server:
         return channel
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.family.metrics[name, frozenset({"kv": "int4", **labels}.items())].value
+        return self.family.metrics[name, frozenset({"kv": "int4", "engine": "llm", **labels}.items())].value
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_metrics(server: Server) -> None:
     assert server.metric("nibble_kv_bytes_per_token") == 140
     assert server.metric("nibble_kv_info", fallback_reason="") == 1
     assert server.metric("nibble_requests_total", finish_reason="length") == 1
-    key = frozenset({"kv": "int4"}.items())
+    key = frozenset({"kv": "int4", "engine": "llm"}.items())
     observed = [server.family.metrics[f"nibble_{name}_seconds", key].observed for name in ("ttft", "tpot", "request")]
     assert [len(values) for values in observed] == [1, 1, 1]
     assert all(values[0] >= 0 for values in observed)

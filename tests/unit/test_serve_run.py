@@ -67,7 +67,7 @@ def test_engine_folder(tmp_path: Path) -> None:
 
 
 def test_every_endpoint_listens_where_it_was_told() -> None:
-    command = command_line(settings("--host", "0.0.0.0", "--port", "9000"))
+    command = command_line(settings("--host", "0.0.0.0", "--port", "9000"), "secret")
     assert {"--http-port=9000", "--grpc-port=9001", "--metrics-port=9002"} <= set(command)
     assert {f"--{name}-address=0.0.0.0" for name in ("http", "grpc", "metrics")} <= set(command)
 

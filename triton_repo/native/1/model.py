@@ -17,6 +17,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         entries = json.loads(args["model_config"])["parameters"]
         parameters = {name: entry["string_value"] for name, entry in entries.items()}
+        parameters["triton_model"] = args["model_name"]
         sys.path.insert(0, parameters.pop("repository_root"))
         from serve.backend.served_model import ServedModel
 

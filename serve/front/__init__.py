@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP front over the Triton endpoint: schema, keys, limits, streaming; no model code."""
