@@ -1,12 +1,12 @@
 # Every target is one command. `make` lists them; a variable reaches its stage only when it is set.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-model test-triton lint format models formats calibrate engine serve chat \
-	eval certify bench quality-report clean clean-engines clean-venv
+.PHONY: help setup demo test test-unit test-model test-triton test-containers lint format models formats calibrate engine serve front fallback chat \
+	eval certify bench quality-report clean clean-engines clean-venv image push soak
 
 PY := .venv/bin/python
 # $(call opt,MODEL,--model) is empty, or --model and the value of MODEL.
 opt = $(if $($(1)),$(2) '$($(1))')
-ENGINE = $(call opt,MODEL,--model) $(call opt,KV,--kv)
+CHOICE = $(call opt,MODEL,--model) $(call opt,KV,--kv)
 
 help: ## list the targets and variables
 	@awk -f scripts/help.awk $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test-model: setup ## tests on the real small model
 test-triton: setup ## tests against the real Triton Inference Server
 	@$(PY) -m pytest -m triton
 
+test-containers: setup ## build, push, pull and start a real image, with buildah and a registry on this machine
+	@NIBBLE_CONTAINERS=1 $(PY) -m pytest -m containers
+
 lint: setup ## ruff, ruff format and mypy
 	@bash scripts/lint.sh
 
@@ -46,27 +49,47 @@ calibrate: setup ## ranges of K and V; with SEARCH=1 the mix of formats too (MOD
 		$(if $(SEARCH),--search)
 
 engine: setup ## build an engine (MODEL= KV= CONTEXT= BATCH=; HOST=trtllm TP= PP= IMAGE_TAG= DRY_RUN=1)
-	@$(PY) -m build.run $(ENGINE) $(call opt,HOST,--host) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
+	@$(PY) -m build.run $(CHOICE) $(call opt,HOST,--host) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
 		$(call opt,TP,--tp) $(call opt,PP,--pp) $(call opt,IMAGE_TAG,--image-tag) $(if $(DRY_RUN),--dry-run)
 
-serve: setup ## serve an engine with Triton (MODEL= KV= PORT= CONTEXT= BATCH= KV_FALLBACK= CERTIFICATE=)
-	@$(PY) -m serve.run $(ENGINE) $(call opt,PORT,--port) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
-		$(call opt,KV_FALLBACK,--kv-fallback) $(call opt,CERTIFICATE,--certificate)
+serve: setup ## serve an engine with Triton (MODEL= KV= PORT= CONTEXT= BATCH= KV_FALLBACK= CERTIFICATE=; HOST=trtllm DRY_RUN=1)
+	@$(PY) -m serve.$(if $(filter trtllm,$(HOST)),trtllm.run,run) $(CHOICE) $(call opt,PORT,--port) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
+		$(call opt,KV_FALLBACK,--kv-fallback) $(call opt,CERTIFICATE,--certificate) \
+		$(call opt,QUEUE,--queue) $(call opt,POOL_MB,--pool-mb) $(call opt,BESIDE,--beside) $(call opt,SPLIT,--split) \
+		$(call opt,OPENAI_PORT,--openai-port) $(call opt,OPENAI_HOST,--openai-host) $(call opt,OPENAI_KEYS,--keys) \
+		$(if $(OPENAI_NO_KEYS),--no-keys) $(call opt,TRACE,--trace) \
+		$(call opt,IMAGE_TAG,--image-tag) $(if $(DRY_RUN),--dry-run)
+
+front: setup ## an OpenAI-compatible front over a Triton elsewhere (TRITON= OPENAI_PORT= OPENAI_HOST= OPENAI_KEYS= SPLIT=)
+	@$(PY) -m serve.front.run $(call opt,TRITON,--triton) $(call opt,OPENAI_PORT,--port) $(call opt,OPENAI_HOST,--host) \
+		$(call opt,OPENAI_KEYS,--keys) $(if $(OPENAI_NO_KEYS),--no-keys) $(call opt,SPLIT,--split)
+
+fallback: setup ## switch the cache of a running server to fp16, or back with KV_FALLBACK=none (PORT=)
+	@$(PY) -m serve.control $(call opt,PORT,--port) fallback $(or $(KV_FALLBACK),fp16)
 
 chat: setup ## talk to a running server (PORT=)
 	@$(PY) -m serve.chat $(call opt,PORT,--port)
 
 eval: setup ## compare an engine with its fp16 twin (MODEL= KV= QUICK=1)
-	@$(PY) -m eval.run $(ENGINE) $(if $(QUICK),--quick)
+	@$(PY) -m eval.run $(CHOICE) $(if $(QUICK),--quick)
 
 certify: setup ## build, evaluate and sign: the certificate that serving asks for (MODEL= KV= QUICK=1)
-	@$(PY) -m eval.certify $(ENGINE) $(if $(QUICK),--quick)
+	@$(PY) -m eval.certify $(CHOICE) $(if $(QUICK),--quick)
 
 bench: setup ## time the CPU engine beside transformers, fill the pools (MODEL= KV=)
-	@$(PY) -m bench.engine_cpu $(ENGINE)
+	@$(PY) -m bench.engine_cpu $(CHOICE)
 
 quality-report: setup ## write docs/results.md from the records of bench/results
 	@$(PY) -m bench.quality_report
+
+soak: setup ## load and faults against a server of its own (SOAK_MINUTES= STREAMS=)
+	@$(PY) -m bench.soak.run $(call opt,SOAK_MINUTES,--minutes) $(call opt,STREAMS,--streams)
+
+image: ## build an image with docker, podman or buildah (TARGET=cpu|gpu|trtllm, ENGINE=model/kv bakes one in)
+	@TARGET='$(TARGET)' ENGINE='$(ENGINE)' bash scripts/image.sh build
+
+push: ## push that image (TARGET= REGISTRY=)
+	@TARGET='$(TARGET)' REGISTRY='$(REGISTRY)' bash scripts/image.sh push
 
 clean: ## remove the caches of Python and the linters
 	@bash scripts/clean.sh caches

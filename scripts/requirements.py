@@ -5,6 +5,8 @@ The repository itself is not installed (see pyproject.toml), so pip can't be ask
     python scripts/requirements.py torch          torch's exact pin, which is installed first and alone
     python scripts/requirements.py dev gpu        the dependencies, then those of the extras named
     python scripts/requirements.py no-deps        packages to install with --no-deps
+    python scripts/requirements.py image gpu      the dependencies that serving needs, then those of the extras named
+    python scripts/requirements.py front          those of the OpenAI-compatible front alone
 """
 
 import re
@@ -24,13 +26,18 @@ def torch_pin() -> str:
 def requirements(extras: list[str]) -> list[str]:
     """Dependencies of the library, then those of each extra. Exits with the allowed names for an unknown extra."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    ours = settings["tool"]["nibblekv"]
+    dependencies = settings["project"]["dependencies"]
     if extras == ["no-deps"]:
-        return settings["tool"]["nibblekv"]["no-deps"]
+        return ours["no-deps"]
+    if extras and extras[0] in ("image", "front"):
+        wanted, extras = ours[extras[0]], extras[1:]
+        dependencies = [line for line in dependencies if re.split(r"[\[><=]", line)[0] in wanted]
     optional = settings["project"]["optional-dependencies"]
     for extra in extras:
         if extra not in optional:
             sys.exit(f"EXTRAS: got {extra!r}, allowed {', '.join(sorted(optional))}")
-    return settings["project"]["dependencies"] + [line for extra in extras for line in optional[extra]]
+    return dependencies + [line for extra in extras for line in optional[extra]]
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def add_operations(parser: argparse.ArgumentParser) -> None:
     watching = parser.add_argument_group("watching")
     watching.add_argument("--canary-timeout", type=float, default=10.0, help="seconds; 0: no canary inference")
     watching.add_argument("--trace", help="file for Triton's traces, or URL of an OpenTelemetry collector")
+    watching.add_argument("--metrics-host", help="address of the metrics endpoint (default: --host)")
     watching.add_argument("--log-stdout", action="store_true", help="JSON lines to standard output, not to files")
 
 
@@ -53,6 +54,7 @@ def with_operations(settings: ServeSettings, arguments: argparse.Namespace, cons
         trace=arguments.trace,
         canary_timeout_s=arguments.canary_timeout,
         log_to_stdout=arguments.log_stdout,
+        metrics_host=arguments.metrics_host,
     )
 
 

@@ -144,7 +144,7 @@ def command_line(settings: ServeSettings, admin_key: str) -> list[str]:
     endpoints = [
         option
         for name, port in settings.ports.items()
-        for option in (f"--{name}-address={settings.host}", f"--{name}-port={port}")
+        for option in (f"--{name}-address={settings.address(name)}", f"--{name}-port={port}")
     ]
     return [
         str(wheel.server_binary()),

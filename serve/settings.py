@@ -14,6 +14,7 @@ triton_repo/run/<name>-<port>/     one folder for each server, git-ignored, rewr
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from pathlib import Path
 from nibble.paths import REPOSITORY_ROOT
 from serve.tensors import MODEL_NAME
 
-RUN_ROOT = REPOSITORY_ROOT / "triton_repo" / "run"
+RUN_ROOT = Path(os.environ.get("NIBBLE_RUN") or REPOSITORY_ROOT / "triton_repo" / "run")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class ServeSettings:
     trace: str | None = None
     canary_timeout_s: float = 10.0
     log_to_stdout: bool = False
+    metrics_host: str | None = None
 
     @property
     def triton_models(self) -> tuple[str, ...]:
@@ -104,6 +106,10 @@ class ServeSettings:
     def ports(self) -> dict[str, int]:
         """Port of each endpoint by its name."""
         return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
+
+    def address(self, endpoint: str) -> str:
+        """Where an endpoint listens; metrics may be open to a scraper while the rest is not."""
+        return self.metrics_host or self.host if endpoint == "metrics" else self.host
 
     @property
     def client_host(self) -> str:

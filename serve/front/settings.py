@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nibble.errors import NibbleError
+from serve.front import DEFAULT_PORT
 from serve.front.keys import Limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -21,7 +22,7 @@ class FrontSettings:
 
     triton_url: str = "127.0.0.1:8001"
     host: str = "127.0.0.1"
-    port: int = 8003
+    port: int = DEFAULT_PORT
     models: tuple[str, ...] = ("llm",)
     split: Mapping[str, float] = field(default_factory=dict)
     key_file: Path | None = None
