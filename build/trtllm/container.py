@@ -30,15 +30,26 @@ class Runner:
     image: str | None
     mounts: tuple[Path, ...] = ()
 
+    @property
+    def folders(self) -> list[Path]:
+        """What a container sees of this host, under the same paths."""
+        return list(dict.fromkeys([engines_root().resolve(), REPOSITORY_ROOT, *self.mounts]))
+
+    def seeing(self, folder: Path) -> Runner:
+        """The same, which sees a model's folder too: of the hub's cache the whole model, since its files are links."""
+        is_cached = folder.parent.name == "snapshots"
+        root = folder.parent.parent if is_cached else folder
+        is_seen = any(root.resolve().is_relative_to(known) for known in self.folders)
+        return self if is_seen else Runner(self.image, (*self.mounts, root.absolute()))
+
     def command(self, words: list[str], environment: dict[str, str]) -> list[str]:
         """The whole command line. environment: set for the program."""
         settings = [f"{name}={value}" for name, value in sorted(environment.items())]
         if self.image is None:
             return ["env", *settings, *words] if settings else words
-        mounts = [engines_root().resolve(), REPOSITORY_ROOT, *self.mounts]
         return [
             *DOCKER.split(),
-            *(word for mount in dict.fromkeys(mounts) for word in ("-v", f"{mount}:{mount}")),
+            *(word for folder in self.folders for word in ("-v", f"{folder}:{folder}")),
             *(word for setting in settings for word in ("-e", setting)),
             self.image,
             *words,
