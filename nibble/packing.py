@@ -8,11 +8,21 @@ j + D/2 in its high half, so that both halves unpack to whole runs of channels:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat, ScaleKind, SealedPageLayout, TensorFormat
 from nibble.quantizer import ScaleZero, quantize
+
+
+@dataclass(frozen=True)
+class PageCodes:
+    """K or V of pages before scaling. codes: fp32 [..., 64, head_dim]; parameters: None when codes are the values."""
+
+    codes: torch.Tensor
+    parameters: ScaleZero | None
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -77,6 +87,22 @@ def unseal_into(
     _decode_into(v, sealed, layout.v_codes, layout.v_parameters, layout.fmt.v, static_v)
 
 
+def unpack_pages(
+    sealed: torch.Tensor,
+    layout: SealedPageLayout,
+    static_k: ScaleZero | None = None,
+    static_v: ScaleZero | None = None,
+) -> tuple[PageCodes, PageCodes]:
+    """Bytes uint8 [..., page_bytes] to the codes of K and V, whose scales are left to whoever multiplies by them."""
+    k, v = torch.empty(2, *sealed.shape[:-1], PAGE_TOKENS, layout.head_dim, device=sealed.device)
+    _codes_into(k, view_codes(sealed, layout.k_codes, layout.fmt.k, layout.head_dim), layout.fmt.k)
+    _codes_into(v, view_codes(sealed, layout.v_codes, layout.fmt.v, layout.head_dim), layout.fmt.v)
+    return (
+        PageCodes(k, _scales(sealed, layout.k_parameters, layout.fmt.k, static_k)),
+        PageCodes(v, _scales(sealed, layout.v_parameters, layout.fmt.v, static_v)),
+    )
+
+
 def view_codes(sealed: torch.Tensor, place: slice, fmt: TensorFormat, head_dim: int) -> torch.Tensor:
     """The packed codes of K or V as uint8 [..., 64, bytes per token]: a view, nothing is unpacked."""
     return sealed[..., place].unflatten(-1, (PAGE_TOKENS, head_dim * fmt.bits // 8))
@@ -113,17 +139,30 @@ def _decode_into(
     fmt: TensorFormat,
     static: ScaleZero | None,
 ) -> None:
-    head_dim = out.shape[-1]
-    packed = view_codes(sealed, codes, fmt, head_dim)
+    _codes_into(out, view_codes(sealed, codes, fmt, out.shape[-1]), fmt)
+    scales = _scales(sealed, parameters, fmt, static)
+    if scales is not None:
+        out.mul_(scales.scale.float()).add_(scales.zero.float())
+
+
+def _codes_into(out: torch.Tensor, packed: torch.Tensor, fmt: TensorFormat) -> None:
+    """What the packed bytes [..., 64, bytes per token] hold, as fp32: codes, or the values of a 16-bit format."""
     if fmt.scale is ScaleKind.NONE:
         out.copy_(packed.view(torch.float16))
-        return
-    if fmt.bits == 4:
-        out[..., : head_dim // 2] = packed & 15
-        out[..., head_dim // 2 :] = packed >> 4
+    elif fmt.bits == 4:
+        half = out.shape[-1] // 2
+        out[..., :half] = packed & 15
+        out[..., half:] = packed >> 4
     else:
         out.copy_(packed)
-    scales = static if fmt.scale is ScaleKind.STATIC_CHANNEL else view_parameters(sealed, parameters, fmt)
-    if scales is None:
+
+
+def _scales(sealed: torch.Tensor, place: slice, fmt: TensorFormat, static: ScaleZero | None) -> ScaleZero | None:
+    """The scales of the codes, None for a 16-bit format."""
+    if fmt.scale is ScaleKind.NONE:
+        return None
+    if fmt.scale is not ScaleKind.STATIC_CHANNEL:
+        return view_parameters(sealed, place, fmt)
+    if static is None:
         raise NibbleError("static KV format without calibrated scales: run `make calibrate`, then `make engine`")
-    out.mul_(scales.scale.float()).add_(scales.zero.float())
+    return static

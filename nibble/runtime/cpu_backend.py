@@ -1,12 +1,10 @@
-"""The CPU backend: vectorised PyTorch over the same pages that the CUDA kernels read.
+"""The CPU backend: vectorised PyTorch over the same pages that the CUDA kernels read. All arithmetic is fp32.
 
-The sealed pages of a step are unpacked together, joined with the open pages that each span reads, and handed to torch's
-attention with the visibility rule as its mask. The arithmetic is fp32, whatever the model's type.
+Decoding sequences are attended together (nibble.runtime.cpu_decode). A chunk of a prompt has its pages unpacked and
+handed to torch's attention with the visibility rule as its mask.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from nibble.formats import PAGE_TOKENS
 from nibble.packing import seal_pages, unseal_into
 from nibble.runtime.cache import CacheStorage
-from nibble.runtime.step import Step
+from nibble.runtime.cpu_decode import attend_decode
+from nibble.runtime.step import Span, Step
 
 
 class CpuBackend:
@@ -38,38 +37,39 @@ class CpuBackend:
     def attend(
         self, layer: int, q: torch.Tensor, step: Step, softmax_scale: float, sliding_window: int | None
     ) -> torch.Tensor:
-        num_kv_heads = self.storage.spec.num_kv_heads
-        spans = []
-        for span, (k, v) in zip(step.spans, self._read(layer, step), strict=True):
-            # the query heads of a KV head stand one after the other: [kv_heads, group * tokens, head_dim]
-            tokens = q[span.start : span.start + span.length].float().unflatten(1, (num_kv_heads, -1))
-            queries = tokens.permute(1, 2, 0, 3).flatten(1, 2)
-            mask = span.mask(sliding_window, repeat=tokens.shape[2])
-            out = scaled_dot_product_attention(queries[None], k[None], v[None], mask, scale=softmax_scale)[0]
-            spans.append(out.unflatten(1, (-1, span.length)).permute(2, 0, 1, 3).flatten(1, 2))
-        return torch.cat(spans).to(q.dtype)
+        out = torch.empty_like(q)
+        grouped, grouped_out = (x.unflatten(1, (self.storage.spec.num_kv_heads, -1)) for x in (q, out))
+        decode = step.decode_batch
+        if len(decode):
+            queries = grouped[decode.rows]
+            attended = attend_decode(self.storage, layer, queries, decode, softmax_scale, sliding_window)
+            grouped_out[decode.rows] = attended.to(q.dtype)
+        for span in step.prompt_spans:
+            rows = slice(span.start, span.start + span.length)
+            grouped_out[rows] = self._attend_prompt(layer, grouped[rows], span, softmax_scale, sliding_window)
+        return out
 
-    def _read(self, layer: int, step: Step) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V that each span reads, fp32 [kv_heads, keys, head_dim]: sealed pages, then open ones.
+    def _attend_prompt(
+        self, layer: int, q: torch.Tensor, span: Span, softmax_scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        """q and the result: [tokens, kv_heads, group, head_dim]."""
+        k, v = self._read(layer, span)
+        # the query heads of a KV head stand one after the other: [kv_heads, group * tokens, head_dim]
+        queries = q.float().permute(1, 2, 0, 3).flatten(1, 2)
+        mask = span.mask(sliding_window, repeat=q.shape[2])
+        out = scaled_dot_product_attention(queries[None], k[None], v[None], mask, scale=softmax_scale)[0]
+        return out.unflatten(1, (-1, span.length)).permute(2, 0, 1, 3)
 
-        The pages of all spans are unpacked together: a few large operations instead of many small ones.
-        """
-        sealed, opened = self._read_pages(layer, step).split((len(step.sealed_ids), len(step.open_ids)), dim=2)
-        sealed_of_span = sealed.split([len(span.sealed_ids) for span in step.spans], dim=2)
-        open_of_span = opened.split([len(span.open_ids) for span in step.spans], dim=2)
-        for span, far, near in zip(step.spans, sealed_of_span, open_of_span, strict=True):
-            k, v = torch.cat((far, near), 2).flatten(2, 3)[:, :, : len(span.key_positions)]
-            bias = self.storage.key_offset(layer, span.key_positions)
-            yield (k if bias is None else k + bias.transpose(0, 1)), v
-
-    def _read_pages(self, layer: int, step: Step) -> torch.Tensor:
-        """The step's sealed pages, then its open ones, fp32 [K or V, kv_heads, pages, 64, head_dim]."""
+    def _read(self, layer: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V that the span reads, fp32 [kv_heads, keys, head_dim]: sealed pages, then open ones."""
         storage, scales, spec = self.storage, self.storage.scales(layer), self.storage.spec
-        num_sealed, num_open = len(step.sealed_ids), len(step.open_ids)
+        num_sealed, num_open = len(span.sealed_ids), len(span.open_ids)
         both = torch.empty(2, spec.num_kv_heads, num_sealed + num_open, PAGE_TOKENS, spec.head_dim)
         if num_sealed:
             k, v = both[:, :, :num_sealed].transpose(1, 2)
-            sealed = storage.sealed[layer].index_select(0, step.sealed_ids)
+            sealed = storage.sealed[layer].index_select(0, span.sealed_ids)
             unseal_into(k, v, sealed, storage.layouts[layer], scales.k, scales.v)
-        both[:, :, num_sealed:] = storage.open[layer].index_select(0, step.open_ids).permute(1, 2, 0, 3, 4)
-        return both
+        both[:, :, num_sealed:] = storage.open[layer].index_select(0, span.open_ids).permute(1, 2, 0, 3, 4)
+        k, v = both.flatten(2, 3)[:, :, : len(span.key_positions)]
+        bias = storage.key_offset(layer, span.key_positions)
+        return (k if bias is None else k + bias.transpose(0, 1)), v

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 from nibble.formats import PAGE_TOKENS
+from nibble.runtime.decode_batch import DecodeBatch
 from nibble.runtime.sequence import Sequence
 from nibble.visibility import PagePolicy, may_attend
 
@@ -108,14 +109,14 @@ class Step:
         return torch.tensor(pages)
 
     @cached_property
-    def sealed_ids(self) -> torch.Tensor:
-        """int64: the sealed pages that the spans read, span after span."""
-        return torch.cat([span.sealed_ids for span in self.spans])
+    def decode_batch(self) -> DecodeBatch:
+        """The spans of one token, together."""
+        return DecodeBatch.of([span for span in self.spans if span.length == 1])
 
     @cached_property
-    def open_ids(self) -> torch.Tensor:
-        """int64: the open pages that the spans read, span after span."""
-        return torch.cat([span.open_ids for span in self.spans])
+    def prompt_spans(self) -> list[Span]:
+        """The spans of more than one token."""
+        return [span for span in self.spans if span.length > 1]
 
     @cached_property
     def seal_from(self) -> torch.Tensor:
