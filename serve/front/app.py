@@ -32,9 +32,9 @@ from serve.front.triton import TritonModels
 from serve.json_log import JsonLog
 
 
-def make_app(settings: FrontSettings, log: JsonLog) -> Starlette:
+def make_app(settings: FrontSettings, log: JsonLog, triton: TritonModels | None = None) -> Starlette:
     """The app of one front. Raises NibbleError when the key file is wrong. Call inside a running event loop."""
-    triton = TritonModels(settings.triton_url, settings.inactivity_timeout_s)
+    triton = triton or TritonModels(settings.triton_url, settings.inactivity_timeout_s)
     engines = Engines(triton, settings.models, settings.split)
     health = Health(engines)
     metrics = FrontMetrics(health, settings.record)

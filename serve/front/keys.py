@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("name", help="whose key it is")
     key = PREFIX + secrets.token_urlsafe(32)
     entry = Key(name=parser.parse_args().name, sha256=hash_key(key))
-    print(f"key (shown once): {key}\nentry of keys.yaml:\n  - name: {entry.name}\n    sha256: {entry.sha256}")
+    print(f'key (shown once): {key}\nentry of keys.yaml:\n  - name: {entry.name}\n    sha256: "{entry.sha256}"')
 
 
 def _unauthorized(message: str) -> OpenAIError:
