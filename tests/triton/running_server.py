@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,11 +53,16 @@ class RunningServer:
         return self.output_path.read_text()
 
     @property
-    def triton(self) -> ProcessIdentity:
+    def record(self) -> ServerRecord:
         record = ServerRecord.read(self.settings.record_path)
         assert record is not None
-        assert record.server is not None
-        return record.server
+        return record
+
+    @property
+    def triton(self) -> ProcessIdentity:
+        server = self.record.server
+        assert server is not None
+        return server
 
     @property
     def stub(self) -> ProcessIdentity:
@@ -67,6 +73,29 @@ class RunningServer:
     def shared_memory(self) -> list[Path]:
         return list(SHARED_MEMORY.glob(f"{self.settings.shm_prefix}*"))
 
+    @property
+    def front_url(self) -> str:
+        return f"http://127.0.0.1:{self.port + 3}/v1"
+
+    @property
+    def request_log(self) -> list[str]:
+        assert self.settings.requests_path is not None
+        return self.settings.requests_path.read_text().splitlines()
+
+    def front(self, path: str) -> tuple[int, str]:
+        """Status and text of a page of the front; 0 when it does not listen."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 3}{path}", timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def wait_front(self, is_ready: bool = True) -> None:
+        """Wait until the front says that it is ready, or that it is not."""
+        wait_for(lambda: (self.front("/health/ready")[0] == 200) == is_ready, START_S, f"readiness to be {is_ready}")
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels."""
         return sum(sample.value for sample in self._samples(name) if labels.items() <= sample.labels.items())
@@ -76,9 +105,13 @@ class RunningServer:
         (sample,) = self._samples(name)
         return dict(sample.labels)
 
-    def _samples(self, name: str) -> list[Sample]:
+    @property
+    def metrics_text(self) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 2}/metrics", timeout=10) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
+            return str(answer.read().decode())
+
+    def _samples(self, name: str) -> list[Sample]:
+        families = list(text_string_to_metric_families(self.metrics_text))
         return [sample for family in families for sample in family.samples if sample.name == name]
 
     def wait_ready(self, times: int = 1) -> None:
@@ -109,12 +142,12 @@ def serve_command(port: int, *extra: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port with two free ones after it."""
+    """A port with three free ones after it."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
-        if port < 65533 and all(_is_free(port + offset) for offset in range(3)):
+        if port < 65532 and all(_is_free(port + offset) for offset in range(4)):
             return port
 
 
