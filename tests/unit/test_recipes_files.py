@@ -120,7 +120,7 @@ def test_recipes_are_frozen() -> None:
 def test_unknown_names_list_the_valid_ones() -> None:
     with pytest.raises(NibbleError, match="got 'int3', allowed fp16, int4, int4-static, int8, int8-static, k8v4"):
         load_kv_recipe("int3")
-    with pytest.raises(NibbleError, match=r"got 'gpt5'.*allowed llama-70b, llama-8b, mistral-7b"):
+    with pytest.raises(NibbleError, match=r"got 'gpt5'.*allowed gemma3-270m, llama-70b, llama-8b, mistral-7b"):
         load_model_recipe("gpt5")
     with pytest.raises(NibbleError, match="serve recipe: got 'big', allowed default"):
         load_serve_recipe("big")

@@ -93,6 +93,17 @@ def test_an_interrupted_conversion_leaves_nothing_and_is_repeated(
     assert len(calls) == 2  # the third call found it
 
 
+def test_a_gguf_in_several_wheels_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIBBLE_ENGINES", str(tmp_path / "engines"))
+    (tmp_path / "parted.py").write_text(
+        "from pathlib import Path\ndef assemble(path): return Path(path).write_bytes(b'joined') and path\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gguf_source.importlib.metadata, "version", lambda _: "1")
+    monkeypatch.setattr(gguf_source, "_convert", lambda gguf, folder: (folder / "was").write_bytes(gguf.read_bytes()))
+    assert (gguf_source.convert_wheel("parted", "large") / "was").read_bytes() == b"joined"
+
+
 def test_hashes_follow_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NIBBLE_ENGINES", str(tmp_path / "engines"))
     folder = Path(folder_with(tmp_path, json.dumps({"model_type": "llama"})))
