@@ -1,41 +1,46 @@
 """How fast decode attention is: microseconds a launch, TB/s of cache read, and the share of what plain reading reaches.
 
-    python -m bench.attention                       # all shapes, into bench/results/attention.json
-    python -m bench.attention --kv int4 --plot docs/attention.png
+    python -m bench.attention                              # everything, into bench/results/attention.json
+    python -m bench.attention --plot docs/attention.png    # and a plot
 
-Launches are captured in a CUDA graph, several to a graph, over caches that are many times the L2 cache; the figure is
-the median of its replays. The last line is one JSON object.
+Beside ours it measures FlashInfer's XQA kernels when FlashInfer is installed (bench/attention_peers.py), other head
+sizes and groups, and what writing the cache costs. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from nibble.formats import FORMATS, PAGE_TOKENS, KVFormat, ScaleKind, SealedPageLayout, TensorFormat
-from nibble.kernels import driver
-from nibble.kernels.compiler import KernelSource
-from nibble.kernels.decode import SPLIT_PAGES, DecodeWorkspace, decode_attention
-from nibble.kernels.layout import seal_pages_for_cuda
-from nibble.quantizer import ScaleZero
-from nibble.reference import LayerScales
-from nibble.visibility import PagePolicy
+from bench import attention_peers
+from bench.attention_cache import RandomCache, Shape, measure, read_bandwidth
+from bench.attention_write import seal_prompt, write_share
+from nibble.formats import FORMATS, SealedPageLayout
 
 RESULTS = Path(__file__).parent / "results" / "attention.json"
-SHAPES = [(64, 32768), (16, 32768), (1, 32768), (64, 4096), (16, 4096), (1, 4096)]
-LAUNCHES_READ_BYTES = 1_000_000_000  # of one graph, at least
+YARDSTICK = [Shape(batch, context) for context in (32768, 4096) for batch in (64, 16, 1)]
+OURS = {
+    "int4": YARDSTICK,
+    "k8v4": YARDSTICK[:1],
+    "int8": YARDSTICK[:1],
+    "int4-static": YARDSTICK[:1],
+    "fp16": YARDSTICK,
+}
+HEAD_DIMS, GROUPS, OTHER_SHAPES_BYTES = (64, 128, 256), (1, 4, 7, 8, 16), 2_000_000_000
+VERSIONS = ("torch", "nvidia-cuda-nvrtc", "flashinfer-python")
 
 
 @dataclass(frozen=True)
 class Record:
+    """us: microseconds a launch. tbps: TB/s of cache read; for "seal", read and written."""
+
     kernel: str
     kv: str
     batch: int
@@ -43,187 +48,123 @@ class Record:
     q_heads: int
     kv_heads: int
     head_dim: int
-    split_pages: int
     us: float
     tbps: float
     share_of_read_bandwidth: float
-    card: str
-    commit: str
 
 
-@dataclass(frozen=True)
-class Shape:
-    batch: int
-    context: int
-    kv_heads: int = 8
-    group: int = 8
-    head_dim: int = 128
+class Bench:
+    """Measures one thing after another against the ceiling that it measured first."""
 
+    def __init__(self) -> None:
+        self.read_tbps = read_bandwidth()
 
-class RandomCache:
-    """Several batches of scattered pages; the sealed ones repeat a few dozen truly quantized pages."""
-
-    def __init__(self, shape: Shape, fmt: KVFormat) -> None:
-        self.shape, self.fmt, self.policy = shape, fmt, PagePolicy()
-        self.scales = LayerScales(_even_scales(fmt.k, shape), _even_scales(fmt.v, shape))
-        pages = -(-shape.context // PAGE_TOKENS)
-        sealed = self.policy.first_recent_page(shape.context - 1) - self.policy.sink_pages
-        page_bytes = SealedPageLayout(fmt, shape.head_dim).page_bytes
-        open_tokens = shape.context - sealed * PAGE_TOKENS
-        self.bytes = shape.batch * shape.kv_heads * (sealed * page_bytes + open_tokens * 4 * shape.head_dim)
-        self.copies = max(1, min(40, LAUNCHES_READ_BYTES // 3 // self.bytes))
-        rows = self.copies * shape.batch
-        self.sealed_pool = self._sealed_pages(rows * sealed)
-        half = torch.float16
-        pool_shape = (rows * (pages - sealed), 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim)
-        self.open_pool = torch.randn(pool_shape, device="cuda", dtype=half)
-        places = _scattered(rows, sealed), _scattered(rows, pages - sealed)
-        table = torch.cat((places[1][:, :1], places[0], places[1][:, 1:]), 1).contiguous()
-        self.tables = table.view(self.copies, shape.batch, pages)
+    def record(self, kernel: str, kv: str, shape: Shape, us: float, moved_bytes: int) -> Record:
+        tbps = moved_bytes / us / 1e6
         heads = shape.kv_heads * shape.group
-        self.q = torch.randn(self.copies, shape.batch, heads, shape.head_dim, device="cuda", dtype=half)
-        self.seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32, device="cuda")
+        place = (kernel, kv, shape.batch, shape.context, heads, shape.kv_heads, shape.head_dim)
+        return Record(*place, round(us, 1), round(tbps, 3), round(tbps / self.read_tbps, 3))
 
-    def _sealed_pages(self, count: int) -> torch.Tensor:
-        shape = (64, self.shape.kv_heads, PAGE_TOKENS, self.shape.head_dim)
-        k, v = (torch.randn(shape, device="cuda").half() for _ in range(2))
-        few = seal_pages_for_cuda(k, v, self.fmt, self.scales.k, self.scales.v)
-        return few.repeat(-(-count // 64), 1, 1)[:count].contiguous()
+    def ours(self, kv: str, shape: Shape) -> Record:
+        cache = RandomCache(shape, FORMATS[kv])
+        return self.record("decode_attention", kv, shape, measure(cache), cache.bytes)
 
+    def xqa(self, kv: str, shape: Shape) -> Record:
+        cache = attention_peers.XqaCache(shape, kv)
+        return self.record("flashinfer_xqa", kv, shape, cache.measure(), cache.bytes)
 
-def measure(cache: RandomCache, split_pages: int) -> float:
-    """Microseconds a launch."""
-    shape = cache.shape
-    workspace = DecodeWorkspace.allocate(
-        shape.batch,
-        shape.kv_heads * shape.group,
-        shape.kv_heads,
-        shape.head_dim,
-        cache.tables.shape[2],
-        "cuda",
-        split_pages=split_pages,
-    )
-    launches = max(5, cache.copies)
+    def seal(self, kv: str) -> Record:
+        us, moved_bytes = seal_prompt(FORMATS[kv])
+        return self.record("seal", kv, Shape(1, 131072), us, moved_bytes)
 
-    def launch_all() -> None:
-        for i in range(launches):
-            decode_attention(
-                cache.q[i % cache.copies],
-                cache.open_pool,
-                cache.sealed_pool,
-                cache.tables[i % cache.copies],
-                cache.seq_lens,
-                fmt=cache.fmt,
-                policy=cache.policy,
-                softmax_scale=shape.head_dim**-0.5,
-                workspace=workspace,
-                scales=cache.scales,
-            )
+    def writing(self, kv: str, shape: Shape) -> Iterator[Record]:
+        cache = RandomCache(shape, FORMATS[kv])
+        for kernel, us in write_share(cache).items():
+            yield self.record(f"step_{kernel}", kv, shape, us, cache.bytes)
 
-    return graph_median_us(launch_all) / launches
+    def everything(self) -> Iterator[Record]:
+        """Every record, ours and the peers' in turns by shape."""
+        for shape in YARDSTICK:
+            yield from (self.ours(kv, shape) for kv, shapes in OURS.items() if shape in shapes)
+            if attention_peers.is_installed():
+                yield from (self.xqa(kv, shape) for kv in attention_peers.DTYPES)
+        yield from (self.ours("int4", other_shape(d, group)) for d in HEAD_DIMS for group in GROUPS)
+        yield from (self.seal(kv) for kv in ("int4", "int8", "k8v4"))
+        yield from self.writing("int4", YARDSTICK[0])
 
 
-def graph_median_us(launch: Callable[[], None], replays: int = 15) -> float:
-    """Microseconds of one replay of what `launch` launches."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
+def other_shape(head_dim: int, group: int) -> Shape:
+    """A batch of 32k tokens each that has about OTHER_SHAPES_BYTES of int4 cache."""
+    one = Shape(1, 32768, group=group, head_dim=head_dim)
+    sequence_bytes = SealedPageLayout(FORMATS["int4"], head_dim).bytes_per_token * one.kv_heads * one.context
+    return Shape(round(OTHER_SHAPES_BYTES / sequence_bytes), one.context, group=group, head_dim=head_dim)
 
 
-def read_bandwidth() -> float:
-    """TB/s of a kernel that only reads."""
-
-    class ReadParams(ctypes.Structure):
-        _fields_ = [("source", ctypes.c_void_p), ("out", ctypes.c_void_p), ("count", ctypes.c_uint64)]
-
-    memory = torch.randint(0, 1 << 30, (3 << 28,), dtype=torch.int32, device="cuda")
-    out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    function = driver.load_function(KernelSource("read.cu"), "read_memory", 0)
-    params = ReadParams(memory.data_ptr(), out.data_ptr(), memory.numel() // 4)
-    blocks = 16 * driver.multiprocessors(0)
-    us = graph_median_us(lambda: driver.launch(function, blocks, 512, 0, params))
-    return memory.numel() * 4 / us / 1e6
-
-
-def plot(records: list[Record], target: Path) -> None:
-    """Cache read a second, by format and shape, under the ceiling of plain reading."""
+def plot(records: list[Record], read_tbps: float, target: Path) -> None:
+    """Cache read a second, by kernel and shape, under the ceiling of plain reading."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shapes = sorted({(r.context, r.batch) for r in records})
-    formats = sorted({r.kv for r in records})
+    names = {"decode_attention": "", "flashinfer_xqa": "XQA "}
+    shown = [
+        r for r in records if r.kernel in names and r.head_dim == 128 and r.q_heads == 64 and r.batch in (1, 16, 64)
+    ]
+    shapes = sorted({(r.context, r.batch) for r in shown})
+    bars = sorted({(names[r.kernel] + r.kv) for r in shown})
     figure, axes = pyplot.subplots(figsize=(9, 4))
-    for i, kv in enumerate(formats):
-        ordered = sorted((r for r in records if r.kv == kv), key=lambda r: r.split_pages)
-        best = {(r.context, r.batch): r.tbps for r in ordered if r.split_pages <= SPLIT_PAGES}
-        places = [n + 0.8 * i / len(formats) for n, shape in enumerate(shapes) if shape in best]
-        axes.bar(places, [best[s] for s in shapes if s in best], 0.8 / len(formats), label=kv)
-    ceiling = records[0].tbps / records[0].share_of_read_bandwidth
-    axes.axhline(ceiling, color="black", linestyle="--", label="plain reading")
-    axes.set_xticks([n + 0.3 for n in range(len(shapes))], [f"{batch} x {context}" for context, batch in shapes])
+    for i, bar in enumerate(bars):
+        values = {(r.context, r.batch): r.tbps for r in shown if names[r.kernel] + r.kv == bar}
+        places = [n + 0.8 * i / len(bars) for n, shape in enumerate(shapes) if shape in values]
+        axes.bar(places, [values[s] for s in shapes if s in values], 0.8 / len(bars), label=bar)
+    axes.axhline(read_tbps, color="black", linestyle="--", label="plain reading")
+    axes.set_xticks([n + 0.35 for n in range(len(shapes))], [f"{batch} x {context}" for context, batch in shapes])
     axes.set_xlabel("batch x context")
     axes.set_ylabel("TB/s of cache read")
-    axes.legend()
+    axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(target, dpi=120)
 
 
 def main() -> None:
-    """Measure what the options name and write the records."""
+    """Measure, print a line for each record and write them all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kv", nargs="*", default=["fp16", "int8", "k8v4", "int4"], choices=list(FORMATS))
-    parser.add_argument("--split-pages", type=int, nargs="*", default=[SPLIT_PAGES])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--commit", help="commit that is measured; that of the checkout by default")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    ceiling = read_bandwidth()
-    card = torch.cuda.get_device_name()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    bench = Bench()
+    stamp = {"card": torch.cuda.get_device_name(), "commit": options.commit or _commit()}
     records = []
-    for kv in options.kv:
-        for batch, context in SHAPES:
-            shape = Shape(batch, context)
-            cache = RandomCache(shape, FORMATS[kv])
-            for split_pages in options.split_pages:
-                us = measure(cache, split_pages)
-                tbps = cache.bytes / us / 1e6
-                heads = shape.kv_heads * shape.group
-                place = ("decode_attention", kv, batch, context, heads, shape.kv_heads, shape.head_dim, split_pages)
-                records.append(Record(*place, round(us, 1), round(tbps, 3), round(tbps / ceiling, 3), card, commit))
-                print(
-                    f"{kv:12} {batch:3} x {context:6}  split {split_pages:3}  {us:8.1f} us  {tbps:.2f} TB/s", flush=True
-                )
-            del cache
-            torch.cuda.empty_cache()
-    RESULTS.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
-    if options.plot:
-        plot(records, options.plot)
-    print(json.dumps({"read_tbps": round(ceiling, 3), "records": len(records), "results": str(RESULTS)}))
-
-
-def _even_scales(fmt: TensorFormat, shape: Shape) -> ScaleZero | None:
-    if fmt.scale is not ScaleKind.STATIC_CHANNEL:
-        return None
-    per_channel = (shape.kv_heads, 1, shape.head_dim)
-    return ScaleZero(
-        torch.full(per_channel, 8.0 / fmt.levels, device="cuda"), torch.full(per_channel, -4.0, device="cuda")
+    for record in bench.everything():
+        records.append(record)
+        print(record, flush=True)
+        torch.cuda.empty_cache()
+    setting = {"read_tbps": round(bench.read_tbps, 3), "versions": _versions(), **stamp}
+    lines = [json.dumps(asdict(record) | stamp) for record in records]
+    options.out.write_text(
+        '{"setting": ' + json.dumps(setting) + ',\n "records": [\n  ' + ",\n  ".join(lines) + "\n]}\n"
     )
+    if options.plot:
+        plot(records, bench.read_tbps, options.plot)
+    print(json.dumps({**setting, "records": len(records), "results": str(options.out)}))
 
 
-def _scattered(rows: int, pages: int) -> torch.Tensor:
-    return torch.randperm(rows * pages, device="cuda").int().view(rows, pages)
+def _commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    found = {"cuda": str(torch.version.cuda)}
+    for name in VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 if __name__ == "__main__":

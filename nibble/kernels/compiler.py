@@ -110,7 +110,7 @@ def _nvrtc() -> Any:
     except ImportError as error:
         raise NibbleError(
             "CUDA kernels need cuda-bindings and nvidia-cuda-nvrtc, which are not installed: "
-            "pip install 'nibblekv[gpu]'"
+            'run `make setup EXTRAS="dev gpu"`'
         ) from error
     return nvrtc
 

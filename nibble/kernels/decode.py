@@ -28,7 +28,9 @@ from nibble.quantizer import ScaleZero
 from nibble.reference import LayerScales
 from nibble.visibility import PagePolicy
 
-SPLIT_PAGES = 64  # see docs/kernels.md: fewer pages help a lone sequence, more help large batches
+# The rule of cuda/schedule.cuh: short splits keep every multiprocessor busy with a lone sequence, long ones save work.
+SPLITS_AIMED = 16
+FEWEST_SPLIT_PAGES, MOST_SPLIT_PAGES = 32, 64
 
 
 class DecodeParams(ctypes.Structure):
@@ -53,9 +55,17 @@ class DecodeParams(ctypes.Structure):
     ]
 
 
-def max_splits(max_pages: int, split_pages: int) -> int:
-    """Splits of one sequence and KV head at most."""
-    return max(1, -(-max_pages // split_pages))
+def num_splits(pages: int, split_pages: int | None = None) -> int:
+    """Splits of a sequence and KV head of which that many pages are seen."""
+    aimed = min(max(-(-pages // SPLITS_AIMED), FEWEST_SPLIT_PAGES), MOST_SPLIT_PAGES)
+    size = split_pages or (MOST_SPLIT_PAGES if pages <= MOST_SPLIT_PAGES else aimed)
+    return max(1, -(-pages // size))
+
+
+def max_splits(max_pages: int, split_pages: int | None = None) -> int:
+    """`num_splits` at most, of any sequence up to that many pages."""
+    turns = (MOST_SPLIT_PAGES * SPLITS_AIMED, FEWEST_SPLIT_PAGES * SPLITS_AIMED)
+    return max(num_splits(min(pages, max_pages), split_pages) for pages in (max_pages, *turns))
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,13 @@ class DecodeWorkspace:
     """Scratch memory of decode launches on one stream, for any batch up to what it was allocated for.
 
     partial_out: fp32 [units, group * head_dim]; partial_lse: fp32 [units, group]. split_pages: pages of a sequence that
-    one block attends over; it shapes the order of sums, so keep one value for the life of an engine.
+    one block attends over, None to choose from its length; it shapes the order of sums, so keep one value for the life
+    of an engine.
     """
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
-    split_pages: int
+    split_pages: int | None
 
     @classmethod
     def allocate(
@@ -80,7 +91,7 @@ class DecodeWorkspace:
         max_pages: int,
         device: torch.device | str,
         *,
-        split_pages: int = SPLIT_PAGES,
+        split_pages: int | None = None,
     ) -> DecodeWorkspace:
         units, group = batch * kv_heads * max_splits(max_pages, split_pages), q_heads // kv_heads
         return cls(
@@ -123,7 +134,7 @@ def decode_attention(
         [fmt.k.bits, SCALE_KINDS[fmt.k.scale], fmt.v.bits, SCALE_KINDS[fmt.v.scale]],
         [policy.sink_pages, policy.recent_pages, sliding_window or 0],
         softmax_scale,
-        workspace.split_pages,
+        workspace.split_pages or 0,
     )
 
 

@@ -20,6 +20,7 @@ MAX_GROUP = 16
 MAX_BATCH = 1024
 UNIT_TABLE = 128
 MAX_STAGES = 32
+MERGERS = 2  # warps that merge consumers' states
 SPILL_LIMIT = 96  # bytes; a few instances at their register limit spill that much, see docs/kernels.md
 SCALE_KINDS = {ScaleKind.NONE: 0, ScaleKind.PAGE_CHANNEL: 1, ScaleKind.TOKEN: 2, ScaleKind.STATIC_CHANNEL: 3}
 # Shared memory of a multiprocessor; a block may have all of it but 1 KB.
@@ -55,20 +56,16 @@ class DecodeInstance:
     @property
     def max_warps(self) -> int:
         """Warps of a block that share the register file, in fours."""
-        return 8 if self.head_tiles == 2 else 16 if self.head_dim <= 128 else 12
-
-    @property
-    def mergers(self) -> int:
-        return 2 if self.head_tiles == 1 else 1
+        return 16 if self.head_dim <= 128 else 12
 
     @property
     def max_consumers(self) -> int:
-        """What the producer, the query warp and the mergers leave."""
-        return self.max_warps - 2 - self.mergers
+        """What the producer, the query warp and the mergers leave; a consumer has a warp for every head tile."""
+        return (self.max_warps - 2 - MERGERS) // self.head_tiles
 
     @property
     def max_registers(self) -> int:
-        return {8: 255, 12: 168, 16: 128}[self.max_warps]
+        return {12: 168, 16: 128}[self.max_warps]
 
     @property
     def fixed_shared_bytes(self) -> int:
@@ -76,8 +73,8 @@ class DecodeInstance:
         chunks = (self.head_dim // 16 + 1) // 2
         sets = 3 if self.k.scale is ScaleKind.STATIC_CHANNEL else 1
         query = sets * self.head_tiles * chunks * 512 + self.head_tiles * 128
-        barriers = 8 * (2 * MAX_STAGES + 6)
-        states = (self.max_consumers + 1) * self.head_tiles * 128 + 4 * MAX_STAGES + 16
+        barriers = 8 * (2 * MAX_STAGES + 8)  # and the count of listed units
+        states = (self.max_consumers + 1) * self.head_tiles * 128 + 4 * MAX_STAGES
         return UNIT_TABLE * 32 + barriers + MAX_STAGES * 16 + 2 * query + states
 
     @property
@@ -91,7 +88,7 @@ class DecodeInstance:
             "HEAD_TILES": self.head_tiles,
             "TOKEN_TILES": token_tiles(self.fmt, self.head_dim),
             "MAX_CONSUMERS": self.max_consumers,
-            "MERGERS": self.mergers,
+            "MERGERS": MERGERS,
             "SHARED_BYTES": self.fixed_shared_bytes,
         }
         return KernelSource("decode.cu", tuple(defines.items()))
@@ -99,7 +96,7 @@ class DecodeInstance:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Warps, ring and shared memory of a block; one block runs on a multiprocessor."""
+    """Consumers, ring and shared memory of a block; one block runs on a multiprocessor."""
 
     consumers: int
     stages: int
@@ -110,9 +107,9 @@ class DecodePlan:
 
 @lru_cache
 def plan_decode(instance: DecodeInstance, architecture: str) -> DecodePlan:
-    """As many consumer warps as leave room for a ring of a third more stages than warps.
+    """As many consumers as leave room for a ring of a third more stages than consumers.
 
-    It does not depend on the batch, since which warp takes which page decides the order of sums.
+    It does not depend on the batch, since which consumer takes which page decides the order of sums.
     """
     limit = SHARED_BYTES[architecture] - 1024
     stage_bytes = _stage_bytes(instance)
@@ -121,7 +118,7 @@ def plan_decode(instance: DecodeInstance, architecture: str) -> DecodePlan:
         before = _round_up(before + 4 * (MAX_BATCH + 1))
         stages = min(MAX_STAGES, (limit - before) // stage_bytes)
         if 3 * stages >= 4 * consumers:
-            threads = 32 * (consumers + 2 + instance.mergers)
+            threads = 32 * (consumers * instance.head_tiles + 2 + MERGERS)
             return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes, threads)
     raise NibbleError(
         f"decode kernel at head size {instance.head_dim}: does not fit the shared memory of {architecture}"
@@ -150,16 +147,19 @@ def seal_source(fmt: KVFormat, head_dim: int) -> KernelSource:
     return KernelSource("seal.cu", (*defines.items(), *unused))
 
 
-def seal_shared_bytes(head_dim: int) -> int:
-    """K and V of a page, rows padded by 16 bytes."""
-    return 2 * 64 * (2 * head_dim + 16)
+def seal_shared_bytes(fmt: KVFormat, head_dim: int) -> int:
+    """Rows of K and V of a page, codes of K, and all parameters."""
+    if fmt.is_fp16:
+        return 0
+    layout = SealedPageLayout(fmt, head_dim)
+    return 2 * 64 * 2 * head_dim + layout.k_codes.stop + layout.page_bytes - layout.v_codes.stop
 
 
 def all_sources() -> list[tuple[KernelSource, int]]:
     """Every kernel of this package with the registers that its threads may use."""
     decode = [(instance.source, instance.max_registers) for instance in all_decode_instances()]
-    combine = [(combine_source(head_dim), 255) for head_dim in KERNEL_HEAD_DIMS]
     seal = [(seal_source(fmt, head_dim), 255) for fmt in FORMATS.values() for head_dim in KERNEL_HEAD_DIMS]
+    combine = [(combine_source(head_dim), 255) for head_dim in KERNEL_HEAD_DIMS]
     return [*decode, *combine, *seal, (KernelSource("append.cu"), 255), (KernelSource("read.cu"), 255)]
 
 

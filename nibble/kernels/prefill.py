@@ -99,26 +99,9 @@ def prefill_attention_op(
 
 
 @prefill_attention_op.register_fake
-def _(
-    q: torch.Tensor,
-    open_pool: torch.Tensor,
-    sealed_pool: torch.Tensor,
-    open_table: torch.Tensor,
-    sealed_table: torch.Tensor,
-    tiles: torch.Tensor,
-    page_pairs: torch.Tensor,
-    sequences: torch.Tensor,
-    scratch_pages: torch.Tensor,
-    static: list[torch.Tensor],
-    fmt: str,
-    sink_pages: int,
-    recent_pages: int,
-    sliding_window: int,
-    softmax_scale: float,
-    with_log_sum_exp: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = q.shape[0] if with_log_sum_exp else 0
-    return torch.empty_like(q), q.new_empty((rows, q.shape[1]), dtype=torch.float32)
+def _(q: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    *_, with_log_sum_exp = others
+    return torch.empty_like(q), q.new_empty((q.shape[0] if with_log_sum_exp else 0, q.shape[1]), dtype=torch.float32)
 
 
 def check_prefill(q: torch.Tensor, cache: PrefillCache, plan: PrefillPlan) -> None:

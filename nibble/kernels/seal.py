@@ -133,7 +133,7 @@ def seal_pages_op(
         *(t.data_ptr() if t.numel() else 0 for t in static_scales),
         kv_heads,
     )
-    shared_bytes = seal_shared_bytes(head_dim)
+    shared_bytes = seal_shared_bytes(fmt, head_dim)
     function = driver.load_function(seal_source(fmt, head_dim), "seal_pages", device.index or 0, shared_bytes)
     with torch.cuda.device(device):
         driver.launch(function, open_pages.shape[0], THREADS, shared_bytes, params, rows=kv_heads)

@@ -7,7 +7,7 @@ import torch
 
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, KVFormat
-from nibble.kernels.decode import DecodeWorkspace
+from nibble.kernels.decode import DecodeWorkspace, decode_attention_op
 from nibble.kernels.instances import KERNEL_HEAD_DIMS
 from nibble.visibility import PagePolicy
 from tests.gpu.cases import DecodeCase, PagedBatch, make_batch
@@ -78,8 +78,8 @@ def test_long_sequences(length: int) -> None:
     check(make_batch(DecodeCase(INT4, (length, 77), kv_heads=1)))
 
 
-@pytest.mark.parametrize("split_pages", [1, 4, 16, 64])
-def test_split_sizes(split_pages: int) -> None:
+@pytest.mark.parametrize("split_pages", [None, 1, 4, 16, 64])
+def test_split_sizes(split_pages: int | None) -> None:
     batch = make_batch(DecodeCase(INT4, EDGES))
     check(batch, workspace=workspace_of(batch, split_pages))
 
@@ -89,12 +89,17 @@ def test_more_units_than_a_block_lists_at_once() -> None:
     check(batch, workspace=workspace_of(batch, 1))
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    batch = make_batch(DecodeCase(INT4, (3000, 1, 4097, 640, 5000, 64)))
-    out, log_sum_exp = batch.decode()
-    for rows in ([0], [2], [4, 0], [5, 4, 3, 2, 1]):
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+def test_a_row_does_not_depend_on_its_batch(fmt: KVFormat) -> None:
+    """Alone, among others and at other places of a batch of 64: the same bits."""
+    batch = make_batch(DecodeCase(fmt, (3000, 1, 4097, 640, 9000, 64, 193, 0)))
+    everyone = [row % 8 for row in range(64)]
+    out, log_sum_exp = batch.select(everyone).decode()
+    for rows in ([0], [2], [4], [4, 0], [7, 5, 4, 3, 2, 1], [2, 4] * 30):
         part_out, part_sum = batch.select(rows).decode()
         assert torch.equal(part_out, out[rows]) and torch.equal(part_sum, log_sum_exp[rows])
+    for first in range(8, 64, 8):
+        assert torch.equal(out[first : first + 8], out[:8])
 
 
 def test_repeated_launches_give_the_same_bits() -> None:
@@ -126,15 +131,26 @@ def test_torch_compile_keeps_the_op() -> None:
     assert torch.equal(compiled(), batch.decode(workspace)[0])
 
 
+def test_operator_registration() -> None:
+    batch = make_batch(DecodeCase(INT4, (700, 65)))
+    workspace = batch.workspace()
+    arguments = (
+        batch.q, batch.open_pool, batch.sealed_pool, batch.block_table, batch.seq_lens, [torch.empty(0)] * 4,
+        workspace.partial_out, workspace.partial_lse, [4, 1, 4, 2], [1, 1, 0], batch.softmax_scale,
+        0,
+    )  # fmt: skip
+    torch.library.opcheck(decode_attention_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_bad_arguments_are_named() -> None:
     batch = make_batch(DecodeCase(INT4, (700, 65)))
     with pytest.raises(NibbleError, match="decode workspace: too small"):
-        batch.select([0]).decode(workspace_of(batch.select([]), 64))
+        batch.decode(workspace_of(batch.select([0]), 64))
     with pytest.raises(NibbleError, match=r"seq_lens: got torch\.int64"):
         replace(batch, seq_lens=batch.seq_lens.long()).decode()
 
 
-def workspace_of(batch: PagedBatch, split_pages: int) -> DecodeWorkspace:
+def workspace_of(batch: PagedBatch, split_pages: int | None) -> DecodeWorkspace:
     case = batch.case
     return DecodeWorkspace.allocate(
         len(case.lengths),

@@ -107,15 +107,33 @@ def test_chunked_is_unchunked_bit_for_bit(chunk: int, group: int, dtype: torch.d
         assert torch.equal(attend(shape, part).out, expected.out[start:stop])
 
 
-def test_alone_is_in_a_batch_bit_for_bit() -> None:
-    batch = Shape(**RAGGED)
-    tokens = make_tokens(batch)
+@pytest.mark.parametrize("copies", [1, 11], ids=["batch of 6", "batch of 66"])
+def test_alone_is_in_a_batch_bit_for_bit(copies: int) -> None:
+    batch = Shape(head_dim=64, group=4, **{name: lengths * copies for name, lengths in RAGGED.items()})
+    six = make_tokens(Shape(head_dim=64, group=4, **RAGGED))
+    tokens = Tokens(six.q * copies, six.k * copies, six.v * copies, six.scales)
     expected = attend(batch, tokens).out.split(list(batch.query_lens))
     for index, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-        if query_len:
+        if query_len and index < 6:
             one = Tokens([tokens.q[index]], [tokens.k[index]], [tokens.v[index]], tokens.scales)
             shape = replace(batch, query_lens=(query_len,), seq_lens=(seq_len,))
             assert torch.equal(attend(shape, one).out, expected[index])
+        assert torch.equal(expected[index], expected[index % 6])
+
+
+def test_a_graph_gives_the_bits_of_eager_launches() -> None:
+    shape = Shape(**RAGGED)
+    tokens = make_tokens(shape)
+    cache, plan = build_cache(shape, tokens, DEVICE)
+    q = torch.cat(tokens.q).to(DEVICE)
+    zeros, graph = torch.zeros_like(q), torch.cuda.CUDAGraph()
+    torch.use_deterministic_algorithms(False)  # it would fill memory inside the graph
+    expected = prefill_attention(q, cache, plan, softmax_scale=shape.softmax_scale).out
+    with torch.cuda.graph(graph):
+        out = prefill_attention(zeros, cache, plan, softmax_scale=shape.softmax_scale).out
+    zeros.copy_(q)
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])

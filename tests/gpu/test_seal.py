@@ -5,7 +5,7 @@ import torch
 
 from nibble.formats import FORMATS, PAGE_TOKENS, KVFormat
 from nibble.kernels.instances import KERNEL_HEAD_DIMS
-from nibble.kernels.seal import append_tokens, seal_pages_on_gpu
+from nibble.kernels.seal import append_tokens, append_tokens_op, seal_pages_on_gpu, seal_pages_op
 from tests.gpu.cases import DecodeCase, PagedBatch, make_batch
 
 pytestmark = [
@@ -60,3 +60,38 @@ def test_appended_tokens_land_in_their_slots(dtype: torch.dtype, head_dim: int) 
     expected[page, 1, :, place] = qkv[kept, 2].half()
     append_tokens(qkv[:, 1], qkv[:, 2], pool, slots)
     assert torch.equal(pool, expected)
+
+
+def test_a_graph_appends_and_seals_as_eager_launches_do() -> None:
+    """The last token of every page is appended, then the page is sealed; slots and pages change between replays."""
+    fmt = FORMATS["int4"]
+    batch = make_batch(DecodeCase(fmt, (64 * 64,)))
+    pages, expected = torch.tensor(full_pages(batch), dtype=torch.int32, device="cuda"), batch.sealed_pool.clone()
+    kv = batch.open_pool[pages.long(), :, :, -1].clone()  # [64, 2, kv_heads, head_dim]
+    batch.open_pool[pages.long(), :, :, -1] = 0
+    slots, index = torch.full((64,), -1, dtype=torch.int32, device="cuda"), torch.full_like(pages, -1)
+
+    def step() -> None:
+        append_tokens(kv[:, 0], kv[:, 1], batch.open_pool, slots)
+        seal_pages_on_gpu(batch.open_pool, batch.sealed_pool, index, index, fmt=fmt)
+
+    step()
+    batch.sealed_pool.fill_(77)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for some in (slice(0, 1), slice(1, 64)):  # one page alone, the others together
+        slots.fill_(-1), index.fill_(-1)
+        slots[some], index[some] = pages[some] * PAGE_TOKENS + PAGE_TOKENS - 1, pages[some]
+        graph.replay()
+    assert torch.equal(batch.sealed_pool[pages.long()], expected[pages.long()])
+
+
+def test_operator_registration() -> None:
+    batch = make_batch(DecodeCase(FORMATS["int4"], (640,)))
+    index = torch.tensor(full_pages(batch), dtype=torch.int32, device="cuda")
+    seal = (batch.open_pool, batch.sealed_pool, index, index, [torch.empty(0)] * 4, [4, 1, 4, 2])
+    kv, slots = torch.randn(2, 3, 2, 128, device="cuda").half(), torch.arange(3, dtype=torch.int32, device="cuda")
+    append = (kv[0], kv[1], torch.zeros(1, 2, 2, PAGE_TOKENS, 128, device="cuda").half(), slots)
+    for op, arguments in ((seal_pages_op, seal), (append_tokens_op, append)):
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

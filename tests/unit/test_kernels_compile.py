@@ -10,8 +10,16 @@ from nibble.errors import NibbleError
 from nibble.formats import FORMATS, KVFormat, ScaleKind, TensorFormat
 from nibble.kernels import compile as compile_stage
 from nibble.kernels.compiler import ARCHITECTURES, SOURCE_DIR, KernelSource, architecture_of, compile_kernel
-from nibble.kernels.decode import DecodeParams, max_splits
+from nibble.kernels.decode import (
+    FEWEST_SPLIT_PAGES,
+    MOST_SPLIT_PAGES,
+    SPLITS_AIMED,
+    DecodeParams,
+    max_splits,
+    num_splits,
+)
 from nibble.kernels.instances import (
+    MERGERS,
     SHARED_BYTES,
     SPILL_LIMIT,
     DecodeInstance,
@@ -55,8 +63,8 @@ def test_every_launch_fits_the_multiprocessor(instance: DecodeInstance, architec
     plan = plan_decode(instance, architecture)
     assert plan.shared_bytes <= SHARED_BYTES[architecture] - 1024
     assert 1 <= plan.consumers <= instance.max_consumers and plan.stages > plan.consumers
-    assert plan.threads == 32 * (plan.consumers + 2 + instance.mergers) <= 32 * instance.max_warps
-    assert seal_shared_bytes(instance.head_dim) + 8192 <= SHARED_BYTES[architecture]
+    assert plan.threads == 32 * (plan.consumers * instance.head_tiles + 2 + MERGERS) <= 32 * instance.max_warps
+    assert seal_shared_bytes(instance.fmt, instance.head_dim) + 8192 <= SHARED_BYTES[architecture]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +108,20 @@ def test_all_sources_are_different() -> None:
 
 
 def test_splits_depend_on_the_length_alone() -> None:
-    assert [max_splits(pages, 64) for pages in (1, 64, 65, 512)] == [1, 1, 2, 8]
+    assert [num_splits(pages, 64) for pages in (1, 64, 65, 512)] == [1, 1, 2, 8]
+    assert [num_splits(pages) for pages in (0, 1, 64, 65, 128, 512, 1024, 4096)] == [1, 1, 1, 3, 4, 16, 16, 64]
+
+
+@pytest.mark.parametrize("split_pages", [None, 8])
+def test_a_workspace_holds_the_splits_of_every_length(split_pages: int | None) -> None:
+    for max_pages in (1, 24, 300, 384, 385, 1024, 1025, 3000):
+        assert max_splits(max_pages, split_pages) == max(num_splits(n, split_pages) for n in range(max_pages + 1))
+
+
+def test_the_kernel_has_the_same_rule_of_splits() -> None:
+    text = (SOURCE_DIR / "schedule.cuh").read_text()
+    rule = {"kSplitsAimed": SPLITS_AIMED, "kFewestSplitPages": FEWEST_SPLIT_PAGES, "kMostSplitPages": MOST_SPLIT_PAGES}
+    assert dict(re.findall(r"constexpr int (k\w*Split\w*) = (\d+);", text)) == {k: str(v) for k, v in rule.items()}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ constexpr int kKBits = K_BITS;              // 4, 8 or 16
 constexpr int kVBits = V_BITS;
 constexpr int kHeadTiles = HEAD_TILES;      // query heads of a group in units of 8: 1 or 2
 constexpr int kTokenTiles = TOKEN_TILES;    // tokens of a work item of a sealed page in units of 16: 2 or 4
-constexpr int kMaxConsumers = MAX_CONSUMERS;  // consumer warps at most
-constexpr int kMergers = MERGERS;             // warps that merge consumers' states: 1 or 2
-
+constexpr int kMaxConsumers = MAX_CONSUMERS;  // consumers at most: a warp for each head tile
+constexpr int kMergers = MERGERS;             // warps that merge consumers' states
+constexpr int kHelpers = 2 + kMergers;        // the producer, the query warp and the mergers
 
 enum ScaleKind : int { kNone = 0, kPageChannel = 1, kToken = 2, kStaticChannel = 3 };
 constexpr int kKScale = K_SCALE;
@@ -63,8 +63,8 @@ struct DecodeParams {
     int recent_pages;
     int sliding_window;        // 0: none
     int is_bfloat;
-    int consumers;             // consumer warps of this launch
+    int consumers;             // of this launch
     int stages;                // stages of the ring
     int stage_bytes;
-    int split_pages;           // pages of a split at most
+    int split_pages;           // pages of a split at most; 0: chosen from the length
 };

@@ -1,17 +1,18 @@
 // Decode attention over a paged cache of fp16 and sealed pages, one launch for a whole batch.
 //
-// A persistent block: consumer warps that attend over an item each (a sealed page or a part of one, or 16 tokens of an
-// fp16 page), a producer warp that keeps a ring of items in flight with bulk copies, a query warp that prepares the
-// operands of the next unit, and merger warps that make one result of the last. Units are what blocks deal in: a split of one sequence and KV head
-// (schedule.cuh). Nobody waits for a whole block inside a list of units.
+// A persistent block: consumers that attend over an item each (a sealed page or a part of one, or 16 tokens of an fp16
+// page; a warp for every eight query heads), a producer warp that keeps a ring of items in flight with bulk copies, a query
+// warp that prepares the operands of the next unit, and merger warps that make one result of the last. Units are what
+// blocks deal in: a split of one sequence and KV head (schedule.cuh). Nobody waits for a whole block inside a list of units.
 #include "attend.cuh"
 #include "merge.cuh"
 #include "producer.cuh"
 
-// The place of a warp in a unit that begins with item `first`: items place, place + consumers, ... of the unit are its own.
-DEVICE int slot_of(const DecodeParams& p, u32 first, int warp) {
-    const int first_warp = first % p.consumers;
-    return warp - first_warp + (warp < first_warp ? p.consumers : 0);
+// The place of a consumer in a unit that begins with item `first`: items place, place + consumers, ... of the unit are its
+// own.
+DEVICE int slot_of(const DecodeParams& p, u32 first, int consumer) {
+    const int first_consumer = first % p.consumers;
+    return consumer - first_consumer + (consumer < first_consumer ? p.consumers : 0);
 }
 
 // A full barrier tells one filling of its stage from the next by parity alone, and fillings may land out of order: only
@@ -28,16 +29,17 @@ DEVICE void wait_for_item(Shared* s, const RingPlace& place) {
 DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int warp, int lane, u32& items) {
     Shared* s = c.fixed;
     const Unit& unit = s->units[n % kUnitTable];
+    const int consumer = warp / kHeadTiles, head_tile = warp % kHeadTiles;
     RunningState state;
     state.reset();
-    const int slot = slot_of(p, items, warp);
+    const int slot = slot_of(p, items, consumer);
     barrier_wait(shared_address(&s->query_full[n & 1]), n >> 1 & 1);
     RingPlace mine = RingPlace::at(items + slot, p.stages);
     items += unit.num_items;
     while (static_cast<int>(items - mine.item) > 0) {
         wait_for_item(s, mine);
         const ItemHeader& header = s->headers[mine.stage()];
-        const ItemContext context{p, unit, s, n & 1, lane};
+        const ItemContext context{p, unit.kv_head, s, n & 1, head_tile, lane};
         const u32 stage = c.stages + mine.stage() * p.stage_bytes;
         if constexpr (kCoded) {
             if (header.is_half)
@@ -56,65 +58,100 @@ DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int warp, int
     convert(p, unit.kv_head, state, false, lane);
     barrier_wait(shared_address(&s->merge_empty), n & 1 ^ 1);
     items -= unit.num_items;
-    const int final_slot = slot_of(p, items, warp);
-    if (final_slot < unit.num_items) store_state(c, final_slot, lane, state);
+    const int final_slot = slot_of(p, items, consumer);
+    if (final_slot < unit.num_items) store_state(c, final_slot, head_tile, lane, state);
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&s->merge_full));
     items += unit.num_items;
 }
 
-DEVICE void initialise(const DecodeParams& p, Shared* s) {
-    for (int i = 0; i < p.stages; ++i) {
+// The warps share the work: the lanes of one would take turns.
+DEVICE void initialise(const DecodeParams& p, Shared* s, int warp, int warps) {
+    const int consumer_warps = p.consumers * kHeadTiles;
+    for (int i = warp; i < p.stages; i += warps) {
         barrier_init(shared_address(&s->full[i]), kFillArrivals);
-        barrier_init(shared_address(&s->empty[i]), 1);
+        barrier_init(shared_address(&s->empty[i]), kHeadTiles);
         s->opened[i] = ~0u;
     }
-    for (int i = 0; i < kQueryBuffers; ++i) {
-        barrier_init(shared_address(&s->query_full[i]), 1);
-        barrier_init(shared_address(&s->query_empty[i]), p.consumers);
+    if (warp < kQueryBuffers) {
+        barrier_init(shared_address(&s->query_full[warp]), 1);
+        barrier_init(shared_address(&s->query_empty[warp]), consumer_warps);
+    } else if (warp == kQueryBuffers) {
+        barrier_init(shared_address(&s->merge_full), consumer_warps);
+        barrier_init(shared_address(&s->merge_empty), kMergers);
+        barrier_init(shared_address(&s->listed), 1);
     }
-    barrier_init(shared_address(&s->merge_full), p.consumers);
-    barrier_init(shared_address(&s->merge_empty), kMergers);
     publish_barriers();
 }
 
-// Lists this block's units from number `begin` on; false when there are none left.
-DEVICE bool list_units(const DecodeParams& p, const Carved& c, int begin) {
-    const int units = p.kv_heads * c.splits_before[p.batch], blocks = gridDim.x, block = blockIdx.x;
-    const int listed = min(kUnitTable, (units - block + blocks - 1) / blocks - begin);
-    if (units <= block || listed <= 0) return false;
-    for (int i = threadIdx.x; i < listed; i += blockDim.x)
-        c.fixed->units[i] = find_unit(p, c.splits_before, block + (begin + i) * blocks);
-    if (threadIdx.x == 0) c.fixed->listed_end = begin + listed;
-    __syncthreads();
-    return true;
+// Whether this block has nothing left after its unit number n.
+DEVICE bool is_last_unit(const DecodeParams& p, const Carved& c, int n) {
+    return static_cast<int>(blockIdx.x + (n + 1) * gridDim.x) >= p.kv_heads * c.splits_before[p.batch];
 }
 
-extern "C" __global__ void __launch_bounds__((kMaxConsumers + 2 + kMergers) * 32, 1)
-    decode_attention(const DecodeParams p) {
-    extern __shared__ __align__(128) u8 memory[];
-    const Carved c = carve(memory, p);
+// After the block's last unit consumers have nothing to go on with and merge themselves, all of them.
+DEVICE void run_consumer(const DecodeParams& p, const Carved& c, int warp, int lane) {
     Shared* s = c.fixed;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) initialise(p, s);
-    overlap_launches();
-    if (warp == 1) count_splits(p, c.splits_before, lane);
-    __syncthreads();
-
-    u32 items = 0;  // behind the consumers, or the producer
-    for (int begin = 0;; begin += kUnitTable) {
-        if (!list_units(p, c, begin)) break;
-        if (warp < p.consumers) {
-            for (int n = begin; n < s->listed_end; ++n) consume(p, c, n, warp, lane, items);
-        } else if (warp == p.consumers) {
-            Producer producer(p, c, lane, items);
-            for (int n = begin; n < s->listed_end; ++n) producer.fill(s->units[n % kUnitTable]);
-            producer.finish();
-        } else if (warp == p.consumers + 1) {
-            prepare_units(p, s, begin, lane);
-        } else {
-            merge_units(p, c, begin, warp - p.consumers - 2, lane);
-        }
+    u32 items = 0;
+    int n = 0;
+    for (int list = 0;; ++list) {
+        barrier_wait(shared_address(&s->listed), list & 1);
+        const int end = s->listed_end;
+        if (n == end) return;
+        for (; n < end; ++n) consume(p, c, n, warp, lane, items);
+        if (is_last_unit(p, c, n - 1)) break;
         __syncthreads();
     }
+    const int warps = p.consumers * kHeadTiles;
+    wait_for_warps(warps);
+    finish_unit(p, c, s->units[(n - 1) % kUnitTable], {warp, warps, lane});
+}
+
+// The warps that do not consume list this block's units from number `begin` on, at most kUnitTable; how many they are.
+DEVICE int list_units(const DecodeParams& p, const Carved& c, int begin, int helper) {
+    const int index = blockIdx.x + (begin + helper) * gridDim.x;
+    const bool exists = helper < kUnitTable && index < p.kv_heads * c.splits_before[p.batch];
+    if (exists) c.fixed->units[helper] = find_unit(p, c.splits_before, index);
+    return count_among(kHelpers * 32, exists);
+}
+
+DEVICE void run_helper(const DecodeParams& p, const Carved& c, int warp, int lane) {
+    Shared* s = c.fixed;
+    const int helper = warp * 32 + lane;
+    overlap_launches();
+    if (warp == 0) count_splits(p, c.splits_before, lane);
+    count_among(kHelpers * 32, true);
+    u32 items = 0;
+    for (int begin = 0, end;; begin = end) {
+        end = begin + list_units(p, c, begin, helper);
+        if (helper == 0) {
+            s->listed_end = end;
+            barrier_arrive(shared_address(&s->listed));
+        }
+        if (begin == end) return;
+        const bool is_last = is_last_unit(p, c, end - 1);
+        if (warp == 0) {
+            Producer producer(p, c, lane, items);
+            for (int n = begin; n < end; ++n) producer.fill(s->units[n % kUnitTable]);
+            producer.finish();
+        } else if (warp == 1) {
+            prepare_units(p, s, begin, end, lane);
+        } else {
+            merge_units(p, c, begin, is_last ? end - 1 : end, {warp - 2, kMergers, lane});
+        }
+        if (is_last) return;
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__((kMaxConsumers * kHeadTiles + kHelpers) * 32, 1)
+    decode_attention(const DecodeParams p) {
+    const Carved c = carve(p);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, consumer_warps = p.consumers * kHeadTiles;
+    if (lane == 0) initialise(p, c.fixed, warp, blockDim.x / 32);
+    __syncthreads();
+    if (warp < consumer_warps)
+        run_consumer(p, c, warp, lane);
+    else
+        run_helper(p, c, warp - consumer_warps, lane);
 }

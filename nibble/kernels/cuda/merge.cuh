@@ -1,28 +1,27 @@
-// The end of a unit: each consumer leaves its state in shared memory and goes on; the merger warps make one result of
-// them, a head each in turn, the final one when the sequence has a single split.
+// The end of a unit: each consumer leaves its state in shared memory and goes on; merger warps make one result of the
+// states, a head each in turn, the final one when the sequence has a single split. After a block's last unit the consumers
+// are the mergers.
 //
 // A consumer's state goes to a slot that follows from the unit's items alone, and every sum runs over the slots in a
-// fixed order, so a result does not depend on what else the block has done.
+// fixed order, so a result does not depend on what else the block has done, nor on who merges.
 #pragma once
 #include "result.cuh"
 #include "state.cuh"
 
-DEVICE void store_state(const Carved& c, int slot, int lane, const RunningState& s) {
+DEVICE void store_state(const Carved& c, int slot, int head_tile, int lane, const RunningState& s) {
     const int g = lane / 4, j = lane & 3;
 #pragma unroll
-    for (int t = 0; t < kHeadTiles; ++t)
+    for (int h = 0; h < 2; ++h) {
+        const int head = head_tile * 8 + 2 * j + h;
+        float* row = c.merge_out + (slot * kHeadSlots + head) * kMergeStride;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int head = t * 8 + 2 * j + h;
-            float* row = c.merge_out + (slot * kHeadSlots + head) * kMergeStride;
-#pragma unroll
-            for (int tile = 0; tile < kChannelTiles; ++tile) {
-                row[tile * 16 + g] = s.out[t][tile][h];
-                row[tile * 16 + g + 8] = s.out[t][tile][2 + h];
-            }
-            const float sum = sum_over_rows(s.sum[t][h]), zero = sum_over_rows(s.zero[t][h]);
-            if (g == 0) c.fixed->merge_states[slot][head] = make_float4(s.largest[t][h], sum, zero, 0);
+        for (int tile = 0; tile < kChannelTiles; ++tile) {
+            row[tile * 16 + g] = s.out[tile][h];
+            row[tile * 16 + g + 8] = s.out[tile][2 + h];
         }
+        const float sum = sum_over_rows(s.sum[h]), zero = sum_over_rows(s.zero[h]);
+        if (g == 0) c.fixed->merge_states[slot][head] = make_float4(s.largest[h], sum, zero, 0);
+    }
 }
 
 DEVICE float max_of_16(float x) {
@@ -36,24 +35,28 @@ DEVICE float sum_of_16(float x) {
     return x;
 }
 
-// The k-th head of a merger.
-DEVICE int merger_head(int merger, int k) { return merger + kMergers * k; }
+// A warp among `count` that merge a unit: it takes the heads number, number + count, ...
+struct Merger {
+    int number;
+    int count;
+    int lane;
+};
 
 // Weights of the slots and the common factor of each of a merger's heads; half a warp takes a head, a lane a slot.
-DEVICE void weigh_slots(const Carved& c, int slots, int merger, int lane) {
-    const int slot = lane & 15;
-#pragma unroll
-    for (int first = 0; first < kHeadSlots / kMergers; first += 2) {
-        const int head = merger_head(merger, first + lane / 16);
+DEVICE void weigh_slots(const Carved& c, int slots, const Merger& merger) {
+    const int slot = merger.lane & 15;
+    for (int first = merger.number; first < kHeadSlots; first += 2 * merger.count) {
+        const int head = first + merger.lane / 16 * merger.count;
+        const bool is_there = slot < slots && head < kHeadSlots;
         float4 state = make_float4(kLowest, 0, 0, 0);
-        if (slot < slots) state = c.fixed->merge_states[slot][head];
+        if (is_there) state = c.fixed->merge_states[slot][head];
         const float largest = max_of_16(state.x);
         const float weight = exp2_fast(state.x - largest);
-        const float sum = sum_of_16(state.y * weight), zero = sum_of_16(state.z * weight);
-        if (slot < slots) c.fixed->merge_states[slot][head].w = weight;
+        const float sum = sum_of_16(__fmul_rn(state.y, weight)), zero = sum_of_16(__fmul_rn(state.z, weight));
+        if (is_there) c.fixed->merge_states[slot][head].w = weight;
         const float by = sum > 0 ? 1.0f / sum : 0.0f;
         const float lse = sum > 0 ? largest + log2_fast(sum) : -__int_as_float(0x7f800000);
-        if (slot == 0) c.fixed->merge_heads[head] = make_float4(by, zero * by, lse, 0);
+        if (slot == 0 && head < kHeadSlots) c.fixed->merge_heads[head] = make_float4(by, zero * by, lse, 0);
     }
     __syncwarp();
 }
@@ -63,39 +66,40 @@ DEVICE Merged merge_slots(const Carved& c, int slots, int head, int quad) {
 #pragma unroll 4
     for (int slot = 0; slot < slots; ++slot) {
         const float* row = c.merge_out + (slot * kHeadSlots + head) * kMergeStride + quad * 4;
-        total = sum_of(total, scaled(*reinterpret_cast<const float4*>(row), c.fixed->merge_states[slot][head].w));
+        total = scaled_plus(*reinterpret_cast<const float4*>(row), c.fixed->merge_states[slot][head].w, total);
     }
     const float4 f = c.fixed->merge_heads[head];
-    return {sum_of(scaled(total, f.x), make_float4(f.y, f.y, f.y, f.y)), f.z};
+    return {scaled_plus(total, f.x, make_float4(f.y, f.y, f.y, f.y)), f.z};
 }
 
-DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit, int merger, int lane) {
+DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit, const Merger& merger) {
     const int slots = min(p.consumers, unit.num_items);
-    weigh_slots(c, slots, merger, lane);
-    const int heads = (p.group - merger + kMergers - 1) / kMergers;
+    weigh_slots(c, slots, merger);
     const long long place = (static_cast<long long>(unit.batch) * p.kv_heads + unit.kv_head) * p.max_splits + unit.split;
-#pragma unroll 2
-    for (int i = lane; i < heads * kQuads; i += 32) {
-        const int head = merger_head(merger, i / kQuads), quad = i % kQuads;
-        const Merged m = merge_slots(c, slots, head, quad);
-        if (unit.num_splits == 1) {
-            store_result(p, unit.batch, unit.kv_head, head, quad, m);
-        } else {
-            const long long row = place * p.group + head;
-            reinterpret_cast<float4*>(p.partial_out)[row * kQuads + quad] = m.value;
-            if (quad == 0) p.partial_lse[row] = m.lse;
+    for (int head = merger.number; head < p.group; head += merger.count)
+#pragma unroll
+        for (int first = 0; first < kQuads; first += 32) {
+            const int quad = first + merger.lane;
+            if (quad >= kQuads) break;
+            const Merged m = merge_slots(c, slots, head, quad);
+            if (unit.num_splits == 1) {
+                store_result(p, unit.batch, unit.kv_head, head, quad, m);
+            } else {
+                const long long row = place * p.group + head;
+                reinterpret_cast<float4*>(p.partial_out)[row * kQuads + quad] = m.value;
+                if (quad == 0) p.partial_lse[row] = m.lse;
+            }
         }
-    }
 }
 
-// Units are counted from the kernel's beginning: the parity is the phase of the merge.
-DEVICE void merge_units(const DecodeParams& p, const Carved& c, int begin, int merger, int lane) {
+// The merger warps. Units are counted from the kernel's beginning: the parity is the phase of the merge.
+DEVICE void merge_units(const DecodeParams& p, const Carved& c, int begin, int end, const Merger& merger) {
     Shared* s = c.fixed;
-    for (int n = begin; n < s->listed_end; ++n) {
+    for (int n = begin; n < end; ++n) {
         barrier_wait(shared_address(&s->merge_full), n & 1);
         __syncwarp();
-        finish_unit(p, c, s->units[n % kUnitTable], merger, lane);
+        finish_unit(p, c, s->units[n % kUnitTable], merger);
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&s->merge_empty));
+        if (merger.lane == 0) barrier_arrive(shared_address(&s->merge_empty));
     }
 }

@@ -108,6 +108,17 @@ DEVICE void overlap_launches() {
 }
 
 // ---- barriers ----
+// Some warps of the block wait for one another; how many of their threads say yes.
+DEVICE int count_among(int threads, bool yes) {
+    int count;
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; barrier.cta.red.popc.u32 %0, 1, %1, p;}"
+                 : "=r"(count)
+                 : "r"(threads), "r"(static_cast<u32>(yes))
+                 : "memory");
+    return count;
+}
+// The first `warps` warps of the block wait for one another.
+DEVICE void wait_for_warps(int warps) { asm volatile("barrier.cta.sync 2, %0;" ::"r"(warps * 32) : "memory"); }
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

@@ -12,7 +12,10 @@ struct Merged {
 };
 
 DEVICE float4 scaled(float4 x, float by) { return make_float4(x.x * by, x.y * by, x.z * by, x.w * by); }
-DEVICE float4 sum_of(float4 x, float4 y) { return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w); }
+DEVICE float4 scaled_plus(float4 x, float by, float4 plus) {
+    return make_float4(__fmaf_rn(x.x, by, plus.x), __fmaf_rn(x.y, by, plus.y), __fmaf_rn(x.z, by, plus.z),
+                       __fmaf_rn(x.w, by, plus.w));
+}
 
 // The channel of row g + 8 `upper` of a channel tile of the output; the same order as a lane's pieces of a row.
 DEVICE int value_channel(int tile, int g, int upper) {

@@ -4,6 +4,12 @@
 #pragma once
 #include "config.cuh"
 
+// Without a size that was asked for, a sequence of up to kMostSplitPages is whole, and a longer one is cut into kSplitsAimed
+// splits, within bounds. nibble/kernels/decode.py has the same rule.
+constexpr int kSplitsAimed = 16;
+constexpr int kFewestSplitPages = 32;
+constexpr int kMostSplitPages = 64;
+
 struct Unit {
     int batch;
     int kv_head;
@@ -14,6 +20,9 @@ struct Unit {
     int num_items;
     int seq_len;
 };
+
+// a / b, for a below 2^20: exact, since half a unit keeps the quotient away from whole numbers.
+DEVICE int divide(int a, int b) { return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b))); }
 
 struct Visible {
     int page_begin;  // pages [page_begin, page_end) hold tokens that the query sees
@@ -33,8 +42,10 @@ DEVICE Visible visible_pages(const DecodeParams& p, int seq_len) {
     v.page_begin = window_begin(p, seq_len) / kPageTokens;
     v.page_end = (seq_len + kPageTokens - 1) / kPageTokens;
     const int pages = v.page_end - v.page_begin;
-    v.num_splits = max(1, (pages + p.split_pages - 1) / p.split_pages);
-    v.split_pages = (pages + v.num_splits - 1) / v.num_splits;
+    const int aimed = min(max((pages + kSplitsAimed - 1) / kSplitsAimed, kFewestSplitPages), kMostSplitPages);
+    const int size = p.split_pages > 0 ? p.split_pages : pages <= kMostSplitPages ? kMostSplitPages : aimed;
+    v.num_splits = max(1, divide(pages + size - 1, size));
+    v.split_pages = divide(pages + v.num_splits - 1, v.num_splits);
     return v;
 }
 
@@ -83,7 +94,7 @@ DEVICE Unit find_unit(const DecodeParams& p, const int* splits_before, int index
     unit.seq_len = p.seq_lens[low];
     const Visible v = visible_pages(p, unit.seq_len);
     const int inside = index - p.kv_heads * splits_before[low];
-    unit.split = inside / p.kv_heads;
+    unit.split = divide(inside, p.kv_heads);
     unit.kv_head = inside - unit.split * p.kv_heads;
     unit.num_splits = v.num_splits;
     unit.page_begin = v.page_begin + unit.split * v.split_pages;

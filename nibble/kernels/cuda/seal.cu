@@ -1,7 +1,7 @@
 // Sealing: full fp16 pages become codes and parameters, in the operand order of operands.cuh, bit for bit what
 // nibble/kernels/layout.py writes. One block a page and KV head.
 //
-//   page -> shared memory -> ranges -> scale and zero point -> codes, gathered 16 (or 8) bytes a thread
+//   page -> shared memory -> ranges -> scale and zero point -> codes -> the sealed page in shared memory -> its place
 #include "operands.cuh"
 
 struct SealParams {
@@ -17,19 +17,53 @@ struct SealParams {
 };
 
 constexpr int kThreads = 256;
-constexpr int kRowPairs = kHeadDim / 2;
-constexpr int kRowStride = kRowPairs + 4;  // words of a row in shared memory, padded
+constexpr int kRowWords = kHeadDim / 2;
 constexpr float kSmallestScale = 6.103515625e-05f;  // 2^-14
+constexpr float kRound = 12582912.0f;               // 1.5 * 2^23: a float plus this has its rounded value in its low bits
 
-struct Parameters {
-    float scale[256];  // of channels or tokens
-    float zero[256];
+// fp16 rows of K or V. Half of the rows have their 16-byte pieces in another order, so that the lanes of a quarter warp,
+// whose tokens lie eight or sixteen apart, find them in different banks. (80 and 96 channels are no whole eights of pieces.)
+struct Page {
+    u32* words;
+
+    DEVICE int place(int token, int piece) const {
+        const int swizzle = kHeadDim % 64 == 0 ? ((token / 8 ^ token / 16) & 1) * 4 : 0;
+        return token * kRowWords + (piece ^ swizzle) * 4;
+    }
+    DEVICE u32 pair(int token, int index) const { return words[place(token, index / 4) + index % 4]; }
 };
 
-DEVICE float page_value(const u32* page, int token, int channel) {
-    const u32 pair = page[token * kRowStride + channel / 2];
-    return channel & 1 ? half_high(pair) : half_low(pair);
+struct Parameters {
+    float scale[kHeadDim > kPageTokens ? kHeadDim : kPageTokens];  // of channels or tokens: 1 / scale
+    float zero[kHeadDim > kPageTokens ? kHeadDim : kPageTokens];
+};
+
+DEVICE u32 min_halves(u32 a, u32 b) {
+    u32 y;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
 }
+DEVICE u32 max_halves(u32 a, u32 b) {
+    u32 y;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+// The ranges of a pair of fp16 numbers, over what was added.
+struct PairRange {
+    u32 low = 0x7bff7bff;   // 65504
+    u32 high = 0xfbfffbff;
+
+    DEVICE void add(u32 pair) { low = min_halves(low, pair), high = max_halves(high, pair); }
+    template <int kLanes>
+    DEVICE void add_neighbours() {
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2) {
+            low = min_halves(low, __shfl_xor_sync(kFullMask, low, step));
+            high = max_halves(high, __shfl_xor_sync(kFullMask, high, step));
+        }
+    }
+};
 
 DEVICE u32 half_bits_rounded_up(float positive) {
     u32 bits = pack_halves(positive, 0) & 0xffff;
@@ -47,49 +81,40 @@ DEVICE void store_parameters(Parameters& to, u16* in_page, int count, int index,
     to.zero[index] = minimum;
 }
 
-// A channel's range over the 64 tokens: two lanes a pair of channels.
+// A channel's range over the 64 tokens: four lanes a pair of channels.
 template <int kBits>
-DEVICE void find_channel_parameters(const u32* page, Parameters& to, u16* in_page) {
-    for (int i = threadIdx.x; i < (2 * kRowPairs + 31) / 32 * 32; i += kThreads) {
-        const int pair = min(i / 2, kRowPairs - 1), half = i & 1;
-        float low[2] = {65504, 65504}, high[2] = {-65504, -65504};
-#pragma unroll 8
-        for (int token = half * 32; token < half * 32 + 32; ++token) {
-            const u32 x = page[token * kRowStride + pair];
-            low[0] = fminf(low[0], half_low(x)), high[0] = fmaxf(high[0], half_low(x));
-            low[1] = fminf(low[1], half_high(x)), high[1] = fmaxf(high[1], half_high(x));
-        }
+DEVICE void find_channel_parameters(const Page& page, Parameters& to, u16* in_page) {
+    for (int i = threadIdx.x; i < (4 * kRowWords + 31) / 32 * 32; i += kThreads) {
+        const int pair = min(i / 4, kRowWords - 1), part = i & 3;
+        PairRange range;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const float minimum = fminf(low[e], __shfl_xor_sync(kFullMask, low[e], 1));
-            const float maximum = fmaxf(high[e], __shfl_xor_sync(kFullMask, high[e], 1));
-            if (half == e && i / 2 < kRowPairs)
-                store_parameters<kBits>(to, in_page, kHeadDim, 2 * pair + e, minimum, maximum);
-        }
+        for (int token = part; token < kPageTokens; token += 4) range.add(page.pair(token, pair));
+        range.add_neighbours<4>();
+        if (i / 4 < kRowWords && part == 0)
+            store_parameters<kBits>(to, in_page, kHeadDim, 2 * pair, half_low(range.low), half_low(range.high));
+        if (i / 4 < kRowWords && part == 1)
+            store_parameters<kBits>(to, in_page, kHeadDim, 2 * pair + 1, half_high(range.low), half_high(range.high));
     }
 }
 
 // A token's range over its channels: four lanes a token.
 template <int kBits>
-DEVICE void find_token_parameters(const u32* page, Parameters& to, u16* in_page) {
+DEVICE void find_token_parameters(const Page& page, Parameters& to, u16* in_page) {
     const int token = threadIdx.x / 4, part = threadIdx.x & 3;
-    float low = 65504, high = -65504;
-#pragma unroll 8
-    for (int pair = part; pair < kRowPairs; pair += 4) {
-        const u32 x = page[token * kRowStride + pair];
-        low = fminf(low, fminf(half_low(x), half_high(x)));
-        high = fmaxf(high, fmaxf(half_low(x), half_high(x)));
-    }
+    PairRange range;
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        low = fminf(low, __shfl_xor_sync(kFullMask, low, step));
-        high = fmaxf(high, __shfl_xor_sync(kFullMask, high, step));
+    for (int piece = part; piece < kHeadDim / 8; piece += 4) {
+        const uint4 x = *reinterpret_cast<const uint4*>(page.words + page.place(token, piece));
+        range.add(x.x), range.add(x.y), range.add(x.z), range.add(x.w);
     }
+    range.add_neighbours<4>();
+    const float low = fminf(half_low(range.low), half_high(range.low));
+    const float high = fmaxf(half_low(range.high), half_high(range.high));
     if (part == 0) store_parameters<kBits>(to, in_page, kPageTokens, token, low, high);
 }
 
 template <int kBits, int kKind>
-DEVICE void find_parameters(const u32* page, Parameters& to, u16* in_page, const float* scale, const float* zero) {
+DEVICE void find_parameters(const Page& page, Parameters& to, u16* in_page, const float* scale, const float* zero) {
     if constexpr (kKind == kPageChannel) find_channel_parameters<kBits>(page, to, in_page);
     if constexpr (kKind == kToken) find_token_parameters<kBits>(page, to, in_page);
     if constexpr (kKind == kStaticChannel)
@@ -97,81 +122,193 @@ DEVICE void find_parameters(const u32* page, Parameters& to, u16* in_page, const
             to.scale[i] = __fdiv_rn(1.0f, scale[i]), to.zero[i] = zero[i];
 }
 
-DEVICE int lane_channel(int tile, int j, int nth) {
-    const bool is_last_of_odd = (kChannelTiles & 1) && tile == kChannelTiles - 1;
-    const int within = is_last_of_odd ? 4 * j + nth : 8 * j + 2 * (tile & 1) + 4 * (nth / 2) + nth % 2;
-    return 32 * (tile / 2) + within;
+// The code of a value, plus what kRound leaves in the bits above.
+template <int kBits>
+DEVICE u32 code_of(u32 pair, int odd, float zero, float scale) {
+    const float code = __fmul_rn(__fsub_rn(odd ? half_high(pair) : half_low(pair), zero), scale);
+    return __float_as_uint(__fadd_rn(fminf(fmaxf(code, 0.0f), static_cast<float>((1 << kBits) - 1)), kRound));
 }
 
-// The code at one value of a lane's part of a tile; layout.py has the same map.
-template <int kBits, int kKind, bool kIsKey>
-DEVICE u32 code_at(const u32* page, const Parameters& by, int item, int tile, int lane, int value) {
-    const int g = lane / 4, j = lane & 3;
-    const int upper_row = kBits == 4 ? value & 1 : value >> 1 & 1;
-    const int upper_column = kBits == 4 ? value >> 1 & 1 : value >> 2;
-    const int odd = kBits == 4 ? value >> 2 : value & 1;
-    int token = item * kItemTokens, channel;
-    if (kIsKey) {
-        channel = lane_channel(tile / kTokenTiles, j, 2 * upper_column + odd);
-        token += 2 * kTokenTiles * g + 2 * (tile % kTokenTiles) + upper_row;
-    } else {
-        channel = lane_channel(tile % kChannelTiles, g / 2, 2 * upper_row + g % 2);
-        token += 2 * kTokenTiles * (2 * j + odd) + 2 * (tile / kChannelTiles) + upper_column;
+// What one lane has of a tile, gathered code by code.
+template <int kBits>
+struct TileWords {
+    u32 words[kBits / 4] = {};
+
+    // The code of row g or g + 8, column 2j or 2j + 8, and that column or the next (operands.cuh).
+    DEVICE void add(int upper_row, int upper_column, int odd, u32 code) {
+        const int value = kBits == 4 ? upper_row + 2 * upper_column + 4 * odd : 2 * upper_row + 4 * upper_column + odd;
+        words[value * kBits / 32] += code << value * kBits % 32;
     }
-    const int index = kKind == kToken ? token : channel;
-    const float code = rintf(__fmul_rn(__fsub_rn(page_value(page, token, channel), by.zero[index]), by.scale[index]));
-    return static_cast<u32>(fminf(fmaxf(code, 0.0f), static_cast<float>((1 << kBits) - 1)));
-}
-
-template <int kBits, int kKind, bool kIsKey>
-DEVICE void write_codes(const u32* page, const Parameters& by, u32* to) {
-    using Reader = CodeReader<kBits, kTokenTiles * kChannelTiles>;
-    constexpr int kWords = kPageTokens * kHeadDim * kBits / 32;
-    for (int word = threadIdx.x; word < kWords; word += kThreads) {
-        const int in_load = word % Reader::kLoadWords, lane = word / Reader::kLoadWords % 32;
-        const int load = word / Reader::kLoadWords / 32;
-        const int tile = load % Reader::kLoads * Reader::kLoadTiles + in_load / Reader::kTileWords;
-        const int first = in_load % Reader::kTileWords * 4;
-        u32 bits = 0;
+    // To its place among the codes of a page, without what kRound has left.
+    DEVICE void store(u32* codes, int item, int tile, int lane) const {
+        using Reader = CodeReader<kBits, kTokenTiles * kChannelTiles>;
+        u32 rest = 0;
 #pragma unroll
-        for (int i = 0; i < 32 / kBits; ++i)
-            bits |= code_at<kBits, kKind, kIsKey>(page, by, load / Reader::kLoads, tile, lane, first + i) << (i * kBits);
-        to[word] = bits;
+        for (int at = 0; at < 32; at += kBits) rest += 0x4b400000u << at;
+        const int load = item * Reader::kLoads + tile / Reader::kLoadTiles;
+        u32* to = codes + (load * 32 + lane) * Reader::kLoadWords + tile % Reader::kLoadTiles * Reader::kTileWords;
+#pragma unroll
+        for (int i = 0; i < Reader::kTileWords; ++i) to[i] = words[i] - rest;
     }
+};
+
+// A group of channels that a lane has of a row: eight side by side, in a chunk of two channel tiles, or four, in the single
+// last tile of an odd number. Pair k belongs to tile `tile(k)`, `is_upper(k)` to its later rows or columns.
+template <bool kWhole>
+struct ChannelGroup {
+    static constexpr int kPairs = kWhole ? 4 : 2;
+    int channel;
+
+    DEVICE ChannelGroup(int chunk, int j) : channel(32 * chunk + 2 * kPairs * j) {}
+    static DEVICE constexpr int tile(int k) { return kWhole ? k & 1 : 0; }
+    static DEVICE constexpr int is_upper(int k) { return kWhole ? k / 2 : k; }
+
+    DEVICE void load(u32 (&pairs)[kPairs], const Page& page, int token) const {
+        const u32* from = page.words + page.place(token, channel / 8) + channel % 8 / 2;
+        if constexpr (kWhole) {
+            const uint4 x = *reinterpret_cast<const uint4*>(from);
+            pairs[0] = x.x, pairs[1] = x.y, pairs[2] = x.z, pairs[3] = x.w;
+        } else {
+            const uint2 x = *reinterpret_cast<const uint2*>(from);
+            pairs[0] = x.x, pairs[1] = x.y;
+        }
+    }
+    DEVICE void load(float (&y)[2 * kPairs], const float* of_channels) const {
+#pragma unroll
+        for (int i = 0; i < 2 * kPairs; i += 4) {
+            const float4 x = *reinterpret_cast<const float4*>(of_channels + channel + i);
+            y[i] = x.x, y[i + 1] = x.y, y[i + 2] = x.z, y[i + 3] = x.w;
+        }
+    }
+};
+
+// Tiles of tokens x channels: two tokens and a group of channels, for one lane.
+template <int kBits, int kKind, bool kWhole>
+DEVICE void write_key_tiles(const Page& page, const Parameters& by, u32* codes, int chunk, int token_tile, int lane) {
+    const int item = token_tile / kTokenTiles, in_item = token_tile % kTokenTiles;
+    const ChannelGroup<kWhole> group(chunk, lane & 3);
+    float zero[2 * group.kPairs], scale[2 * group.kPairs];
+    if (kKind != kToken) group.load(zero, by.zero), group.load(scale, by.scale);
+    TileWords<kBits> tiles[2];
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+        const int token = item * kItemTokens + 2 * kTokenTiles * (lane / 4) + 2 * in_item + upper;
+        u32 pairs[group.kPairs];
+        group.load(pairs, page, token);
+#pragma unroll
+        for (int i = 0; i < 2 * group.kPairs; ++i) {
+            const int k = i / 2, odd = i % 2;
+            const float z = kKind == kToken ? by.zero[token] : zero[i], s = kKind == kToken ? by.scale[token] : scale[i];
+            tiles[group.tile(k)].add(upper, group.is_upper(k), odd, code_of<kBits>(pairs[k], odd, z, s));
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < group.kPairs / 2; ++t)
+        tiles[t].store(codes, item, (2 * chunk + t) * kTokenTiles + in_item, lane);
 }
 
-DEVICE void load_page(u32* page, const uint4* from) {
-    for (int i = threadIdx.x; i < kPageTokens * kHeadDim / 8; i += kThreads)
-        *reinterpret_cast<uint4*>(page + i / (kHeadDim / 8) * kRowStride + i % (kHeadDim / 8) * 4) = from[i];
+// Tiles of channels x tokens: four tokens and a group of channels, for the lanes of two neighbouring rows.
+template <int kBits, int kKind, bool kWhole>
+DEVICE void write_value_tiles(const Page& page, const Parameters& by, u32* codes, int chunk, int token_tile, int row_pair,
+                              int j) {
+    const int item = token_tile / kTokenTiles, in_item = token_tile % kTokenTiles;
+    const ChannelGroup<kWhole> group(chunk, row_pair);
+    float zero[2 * group.kPairs], scale[2 * group.kPairs];
+    if (kKind != kToken) group.load(zero, by.zero), group.load(scale, by.scale);
+    TileWords<kBits> tiles[2][2];  // of the even and the odd row
+#pragma unroll
+    for (int nth = 0; nth < 4; ++nth) {
+        const int odd = nth / 2, upper = nth % 2;
+        const int token = item * kItemTokens + 2 * kTokenTiles * (2 * j + odd) + 2 * in_item + upper;
+        u32 pairs[group.kPairs];
+        group.load(pairs, page, token);
+#pragma unroll
+        for (int i = 0; i < 2 * group.kPairs; ++i) {
+            const int k = i / 2, row = i % 2;
+            const float z = kKind == kToken ? by.zero[token] : zero[i], s = kKind == kToken ? by.scale[token] : scale[i];
+            tiles[row][group.tile(k)].add(group.is_upper(k), upper, odd, code_of<kBits>(pairs[k], row, z, s));
+        }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+#pragma unroll
+        for (int t = 0; t < group.kPairs / 2; ++t)
+            tiles[row][t].store(codes, item, in_item * kChannelTiles + 2 * chunk + t, 4 * (2 * row_pair + row) + j);
+}
+
+constexpr int kPageTiles = kPageTokens / 16;
+constexpr int kWholeChunks = kChannelTiles / 2;
+
+template <int kBits, int kKind>
+DEVICE void write_keys(const Page& page, const Parameters& by, u32* codes) {
+    for (int i = threadIdx.x; i < 32 * kPageTiles * kWholeChunks; i += kThreads)
+        write_key_tiles<kBits, kKind, true>(page, by, codes, i / 32 / kPageTiles, i / 32 % kPageTiles, i % 32);
+    if constexpr (kChannelTiles % 2 == 1)
+        for (int i = threadIdx.x; i < 32 * kPageTiles; i += kThreads)
+            write_key_tiles<kBits, kKind, false>(page, by, codes, kWholeChunks, i / 32, i % 32);
+}
+
+template <int kBits, int kKind>
+DEVICE void write_values(const Page& page, const Parameters& by, u32* codes) {
+    for (int i = threadIdx.x; i < 16 * kPageTiles * kWholeChunks; i += kThreads)
+        write_value_tiles<kBits, kKind, true>(page, by, codes, i / 16 / kPageTiles, i / 16 % kPageTiles, i % 4, i / 4 % 4);
+    if constexpr (kChannelTiles % 2 == 1)
+        for (int i = threadIdx.x; i < 16 * kPageTiles; i += kThreads)
+            write_value_tiles<kBits, kKind, false>(page, by, codes, kWholeChunks, i / 16, i % 4, i / 4 % 4);
+}
+
+// Starts the copies of K and V of a page; each thread waits for its own.
+DEVICE void load_page(const Page& page, const u8* from) {
+    constexpr int kPieces = kHeadDim / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < kPageTokens * kPieces; i += kThreads)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                         shared_address(page.words + page.place(i / kPieces, i % kPieces))),
+                     "l"(from + i * 16)
+                     : "memory");
+}
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+DEVICE void store_bytes(u8* to, const void* from, int bytes) {
+    for (int i = threadIdx.x; i < bytes / 16; i += kThreads)
+        reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+}
+
+// Shared memory: K rows, V rows, K codes, parameters. K rows make room for V codes.
+DEVICE void seal_page(const SealParams& p, const u8* k, const u8* v, u8* sealed, int head, u32* memory) {
+    __shared__ __align__(16) Parameters k_parameters, v_parameters;
+    const Page k_page{memory}, v_page{memory + kPageTokens * kRowWords};
+    u32* k_codes = memory + 2 * kPageTokens * kRowWords;
+    u16* parameters = reinterpret_cast<u16*>(k_codes + kKPageBytes / 4);
+    load_page(k_page, k);
+    load_page(v_page, v);
+    wait_for_copies();
+    __syncthreads();
+    const int at = head * kHeadDim;
+    find_parameters<kKBits, kKScale>(k_page, k_parameters, parameters, p.k_scale + at, p.k_zero + at);
+    find_parameters<kVBits, kVScale>(v_page, v_parameters, parameters + kKParameterBytes / 2, p.v_scale + at, p.v_zero + at);
+    __syncthreads();
+    write_keys<kKBits, kKScale>(k_page, k_parameters, k_codes);
+    __syncthreads();
+    store_bytes(sealed, k_codes, kKPageBytes);
+    store_bytes(sealed + kKPageBytes + kVPageBytes, parameters, kKParameterBytes + kVParameterBytes);
+    write_values<kVBits, kVScale>(v_page, v_parameters, k_page.words);
+    __syncthreads();
+    store_bytes(sealed + kKPageBytes, k_page.words, kVPageBytes);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) seal_pages(const SealParams p) {
-    extern __shared__ __align__(16) u32 pages[];  // K, then V
-    __shared__ Parameters k_parameters, v_parameters;
+    extern __shared__ __align__(16) u32 memory[];
     const int open_page = p.open_pages[blockIdx.x], sealed_page = p.sealed_pages[blockIdx.x], head = blockIdx.y;
     if (open_page < 0 || sealed_page < 0) return;
     constexpr long long kHeadBytes = static_cast<long long>(kPageTokens) * kHalfRowBytes;
     const u8* k = p.open_pool + (static_cast<long long>(open_page) * 2 * p.kv_heads + head) * kHeadBytes;
     const u8* v = k + p.kv_heads * kHeadBytes;
     u8* sealed = p.sealed_pool + (static_cast<long long>(sealed_page) * p.kv_heads + head) * kPageBytes;
-    if constexpr (!kCoded) {
-        for (int i = threadIdx.x; i < kHeadBytes / 16; i += kThreads) {
-            reinterpret_cast<uint4*>(sealed)[i] = reinterpret_cast<const uint4*>(k)[i];
-            reinterpret_cast<uint4*>(sealed + kHeadBytes)[i] = reinterpret_cast<const uint4*>(v)[i];
-        }
+    if constexpr (kCoded) {
+        seal_page(p, k, v, sealed, head, memory);
     } else {
-        u32* k_page = pages;
-        u32* v_page = pages + kPageTokens * kRowStride;
-        load_page(k_page, reinterpret_cast<const uint4*>(k));
-        load_page(v_page, reinterpret_cast<const uint4*>(v));
-        __syncthreads();
-        u16* in_page = reinterpret_cast<u16*>(sealed + kKPageBytes + kVPageBytes);
-        const int at = head * kHeadDim;
-        find_parameters<kKBits, kKScale>(k_page, k_parameters, in_page, p.k_scale + at, p.k_zero + at);
-        find_parameters<kVBits, kVScale>(v_page, v_parameters, in_page + kKParameterBytes / 2, p.v_scale + at,
-                                         p.v_zero + at);
-        __syncthreads();
-        write_codes<kKBits, kKScale, true>(k_page, k_parameters, reinterpret_cast<u32*>(sealed));
-        write_codes<kVBits, kVScale, false>(v_page, v_parameters, reinterpret_cast<u32*>(sealed + kKPageBytes));
+        store_bytes(sealed, k, kHeadBytes);
+        store_bytes(sealed + kHeadBytes, v, kHeadBytes);
     }
 }

@@ -27,13 +27,14 @@ struct Shared {
     u64 query_empty[kQueryBuffers];
     u64 merge_full;
     u64 merge_empty;
+    u64 listed;
+    int listed_end;  // units listed so far; the list holds the last kUnitTable
+    int unused;
     ItemHeader headers[kMaxStages];
     uint4 queries[kQueryBuffers][kQueryBytes / 16];
     float4 merge_states[kMaxConsumers][kHeadSlots];  // maximum, sum, sum of p zero, weight
     float4 merge_heads[kHeadSlots];                  // factor, what to add, log-sum-exp
     u32 opened[kMaxStages];                          // the item for which the producer has opened the stage
-    int listed_end;                                  // units listed so far; the list holds the last kUnitTable
-    u32 unused[3];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "nibble/kernels/instances.py has another idea of struct Shared");
 // Behind it: merge_out float [consumers][head slots][kMergeStride], then int splits_before[batch + 1], then the stages.
@@ -67,7 +68,8 @@ struct Carved {
     u32 stages;  // shared address
 };
 
-DEVICE Carved carve(u8* memory, const DecodeParams& p) {
+DEVICE Carved carve(const DecodeParams& p) {
+    extern __shared__ __align__(128) u8 memory[];
     Carved c;
     c.fixed = reinterpret_cast<Shared*>(memory);
     u32 at = round_up_128(sizeof(Shared));

@@ -1,29 +1,26 @@
-// What a consumer warp carries from item to item: the running maximum, sum and output of its queries.
+// What a consumer warp carries from item to item: the running maximum, sum and output of its eight query heads.
 //
-// out[tile][channel tile] is a tensor-core accumulator: rows are channels, columns are heads. While the warp reads codes it
-// is in units of codes (and of the static scale of a channel); `convert` moves between those and real units.
+// out[channel tile] is a tensor-core accumulator: rows are channels, columns are heads. While the warp reads codes it is in
+// units of codes (and of the static scale of a channel); `convert` moves between those and real units.
 #pragma once
 #include "operands.cuh"
 #include "result.cuh"
 #include "shared.cuh"
 
 struct RunningState {
-    float out[kHeadTiles][kChannelTiles][4];
-    float largest[kHeadTiles][2];   // of heads 2j, 2j+1, in log2 units
-    float sum[kHeadTiles][2];       // of this lane's tokens only
-    float zero[kHeadTiles][2];      // sum of p * zero point (static: of p) over this lane's coded tokens
+    float out[kChannelTiles][4];
+    float largest[2];   // of heads 2j, 2j+1, in log2 units
+    float sum[2];       // of this lane's tokens only
+    float zero[2];      // sum of p * zero point (static: of p) over this lane's coded tokens
     bool is_coded;
 
     DEVICE void reset() {
 #pragma unroll
-        for (int t = 0; t < kHeadTiles; ++t) {
+        for (int c = 0; c < kChannelTiles; ++c)
 #pragma unroll
-            for (int c = 0; c < kChannelTiles; ++c)
+            for (int i = 0; i < 4; ++i) out[c][i] = 0;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) out[t][c][i] = 0;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) largest[t][h] = kLowest, sum[t][h] = 0, zero[t][h] = 0;
-        }
+        for (int h = 0; h < 2; ++h) largest[h] = kLowest, sum[h] = 0, zero[h] = 0;
         is_coded = false;
     }
 };
@@ -36,24 +33,20 @@ DEVICE float sum_over_rows(float x) {
 
 DEVICE void scale_out(RunningState& s, float lower, float upper) {
 #pragma unroll
-    for (int t = 0; t < kHeadTiles; ++t)
-#pragma unroll
-        for (int c = 0; c < kChannelTiles; ++c) {
-            s.out[t][c][0] *= lower, s.out[t][c][1] *= lower;
-            s.out[t][c][2] *= upper, s.out[t][c][3] *= upper;
-        }
+    for (int c = 0; c < kChannelTiles; ++c) {
+        s.out[c][0] *= lower, s.out[c][1] *= lower;
+        s.out[c][2] *= upper, s.out[c][3] *= upper;
+    }
 }
 
 // Static V: out * scale + zero * (sum of p) leaving codes, out / scale entering them.
 DEVICE void apply_static_values(const DecodeParams& p, int kv_head, RunningState& s, bool entering, int lane) {
-    float weight[kHeadTiles][2];
+    float weight[2];
 #pragma unroll
-    for (int t = 0; t < kHeadTiles; ++t)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            weight[t][h] = entering ? 0.0f : sum_over_rows(s.zero[t][h]);
-            s.zero[t][h] = 0;
-        }
+    for (int h = 0; h < 2; ++h) {
+        weight[h] = entering ? 0.0f : sum_over_rows(s.zero[h]);
+        s.zero[h] = 0;
+    }
 #pragma unroll
     for (int c = 0; c < kChannelTiles; ++c)
 #pragma unroll
@@ -62,12 +55,7 @@ DEVICE void apply_static_values(const DecodeParams& p, int kv_head, RunningState
             const float scale = p.v_scale[channel], zero = p.v_zero[channel];
             const float by = entering ? 1.0f / scale : scale;
 #pragma unroll
-            for (int t = 0; t < kHeadTiles; ++t)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float& x = s.out[t][c][2 * row + h];
-                    x = x * by + zero * weight[t][h];
-                }
+            for (int h = 0; h < 2; ++h) s.out[c][2 * row + h] = s.out[c][2 * row + h] * by + zero * weight[h];
         }
 }
 
@@ -82,41 +70,35 @@ DEVICE void convert(const DecodeParams& p, int kv_head, RunningState& s, bool to
 
 // One step of the online softmax: scores (log2 units) become probabilities; the state is rescaled to the new maximum.
 template <int kTiles>
-DEVICE void softmax_step(RunningState& s, float (&scores)[kHeadTiles][kTiles][4]) {
-    float by[kHeadTiles][2];
+DEVICE void softmax_step(RunningState& s, float (&scores)[kTiles][4]) {
+    float by[2];
     bool changed = false;
 #pragma unroll
-    for (int t = 0; t < kHeadTiles; ++t)
+    for (int h = 0; h < 2; ++h) {
+        float largest = s.largest[h];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float largest = s.largest[t][h];
+        for (int tile = 0; tile < kTiles; ++tile) largest = fmaxf(largest, fmaxf(scores[tile][h], scores[tile][2 + h]));
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-                largest = fmaxf(largest, fmaxf(scores[t][tile][h], scores[t][tile][2 + h]));
+        for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
+        by[h] = exp2_fast(s.largest[h] - largest);
+        changed |= largest != s.largest[h];
+        s.largest[h] = largest;
+        float sum = 0;
 #pragma unroll
-            for (int step = 4; step < 32; step *= 2)
-                largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
-            by[t][h] = exp2_fast(s.largest[t][h] - largest);
-            changed |= largest != s.largest[t][h];
-            s.largest[t][h] = largest;
-            float sum = 0;
+        for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-                for (int row = 0; row < 2; ++row) {
-                    float& x = scores[t][tile][2 * row + h];
-                    x = exp2_fast(x - largest);
-                    sum += x;
-                }
-            s.sum[t][h] = s.sum[t][h] * by[t][h] + sum;
-        }
+            for (int row = 0; row < 2; ++row) {
+                float& x = scores[tile][2 * row + h];
+                x = exp2_fast(x - largest);
+                sum += x;
+            }
+        s.sum[h] = s.sum[h] * by[h] + sum;
+    }
     if (!__any_sync(kFullMask, changed)) return;
 #pragma unroll
-    for (int t = 0; t < kHeadTiles; ++t)
+    for (int h = 0; h < 2; ++h) {
+        s.zero[h] *= by[h];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            s.zero[t][h] *= by[t][h];
-#pragma unroll
-            for (int c = 0; c < kChannelTiles; ++c) s.out[t][c][h] *= by[t][h], s.out[t][c][2 + h] *= by[t][h];
-        }
+        for (int c = 0; c < kChannelTiles; ++c) s.out[c][h] *= by[h], s.out[c][2 + h] *= by[h];
+    }
 }
