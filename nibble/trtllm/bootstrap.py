@@ -1,6 +1,6 @@
 """Puts our classes where TensorRT-LLM 1.2.1 looks for its own, in every process, and proves that they are in use.
 
-`arm` does not import TensorRT-LLM: it watches for three of its modules and patches each right after it was executed, so
+`arm` does not import TensorRT-LLM: it watches for two of its modules and patches each right after it was executed, so
 that whoever imports from them later gets our functions.
 
     _torch.attention_backend.utils   get_attention_backend("NIBBLE") -> our AttentionBackend
