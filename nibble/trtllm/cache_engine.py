@@ -14,7 +14,6 @@ from nibble.balance import BasisChange
 from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat, SealedPageLayout
 from nibble.key_transform import KeyTransform, read_key_transforms
-from nibble.manifest import read_manifest
 from nibble.quantizer import ScaleZero
 from nibble.reference import LayerScales
 from nibble.static_scales import read_static_scales
@@ -38,6 +37,8 @@ class CacheEngine:
     @classmethod
     def load(cls, folder: Path) -> CacheEngine:
         """Read and verify a native engine. Raises NibbleError for one that this host can't run."""
+        from nibble.manifest import read_manifest
+
         manifest = read_manifest(folder)
         formats, transforms = manifest.layer_formats(), read_key_transforms(folder)
         policy = PagePolicy(manifest.policy.sink_pages, manifest.policy.recent_pages)
