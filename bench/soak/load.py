@@ -1,0 +1,35 @@
+"""The load: `streams` clients that each make one request after another until the time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from bench.soak.client import SoakClient, Tally
+from bench.soak.workload import MAX_TOKENS, make_prompts, make_task
+
+
+async def run_load(client: SoakClient, *, streams: int, seconds: float, seed: int) -> None:
+    """Load a front for `seconds`; the client's tally says how it went. The golden answers are learnt first."""
+    prompts = make_prompts(seed)
+    await client.learn(prompts, MAX_TOKENS)
+    deadline = time.monotonic() + seconds
+
+    async def work(worker: int) -> None:
+        source = random.Random(f"{seed} {worker}")  # noqa: S311
+        while time.monotonic() < deadline:
+            await client.perform(make_task(source, prompts))
+
+    await asyncio.gather(*(work(worker) for worker in range(streams)))
+
+
+async def soak(url: str, model: str, *, streams: int, seconds: float, seed: int) -> Tally:
+    """The short form: load alone, no faults."""
+    tally = Tally()
+    client = SoakClient(url, model, make_prompts(seed), tally)
+    try:
+        await run_load(client, streams=streams, seconds=seconds, seed=seed)
+    finally:
+        await client.close()
+    return tally
