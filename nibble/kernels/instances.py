@@ -148,11 +148,11 @@ def seal_source(fmt: KVFormat, head_dim: int) -> KernelSource:
 
 
 def seal_shared_bytes(fmt: KVFormat, head_dim: int) -> int:
-    """Rows of K and V of a page, codes of K, and all parameters."""
+    """Rows of K and V of a page, and all parameters."""
     if fmt.is_fp16:
         return 0
     layout = SealedPageLayout(fmt, head_dim)
-    return 2 * 64 * 2 * head_dim + layout.k_codes.stop + layout.page_bytes - layout.v_codes.stop
+    return 2 * 64 * 2 * head_dim + layout.page_bytes - layout.v_codes.stop
 
 
 def all_sources() -> list[tuple[KernelSource, int]]:

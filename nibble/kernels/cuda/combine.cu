@@ -3,7 +3,6 @@
 #include "schedule.cuh"
 
 constexpr int kRows = 4;
-constexpr int kEarly = 4;
 
 extern "C" __global__ void __launch_bounds__(kRows * kQuads) combine_splits(const DecodeParams p) {
     __shared__ float4 totals[kRows][kQuads];
@@ -19,26 +18,15 @@ extern "C" __global__ void __launch_bounds__(kRows * kQuads) combine_splits(cons
     const float* lse = p.partial_lse + first * p.group + head;
     const float4* out = reinterpret_cast<const float4*>(p.partial_out) + (first * p.group + head) * kQuads + quad;
     const long long step = static_cast<long long>(p.group) * kQuads;
-    float4 early[kEarly];  // on their way while the largest sum is found
-#pragma unroll
-    for (int i = 0; i < kEarly; ++i)
-        if (row + i * kRows < num_splits) early[i] = __ldcg(out + (row + i * kRows) * step);
     float largest = kLowest;
-#pragma unroll 16
-    for (int i = 0; i < num_splits; ++i) largest = fmaxf(largest, __ldcg(lse + i * p.group));
+#pragma unroll 8
+    for (int i = 0; i < num_splits; ++i) largest = fmaxf(largest, lse[i * p.group]);
     float4 total = make_float4(0, 0, 0, 0);
     float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kEarly; ++i) {
-        const int split = row + i * kRows;
-        if (split >= num_splits) break;
-        const float by = exp2_fast(__ldcg(lse + split * p.group) - largest);
-        total = scaled_plus(early[i], by, total);
-        sum += by;
-    }
-    for (int split = row + kEarly * kRows; split < num_splits; split += kRows) {
-        const float by = exp2_fast(__ldcg(lse + split * p.group) - largest);
-        total = scaled_plus(__ldcg(out + split * step), by, total);
+#pragma unroll 4
+    for (int i = row; i < num_splits; i += kRows) {
+        const float by = exp2_fast(lse[i * p.group] - largest);
+        total = scaled_plus(out[i * step], by, total);
         sum += by;
     }
     totals[row][quad] = total;

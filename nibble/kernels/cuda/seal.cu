@@ -122,11 +122,12 @@ DEVICE void find_parameters(const Page& page, Parameters& to, u16* in_page, cons
             to.scale[i] = __fdiv_rn(1.0f, scale[i]), to.zero[i] = zero[i];
 }
 
-// The code of a value, plus what kRound leaves in the bits above.
-template <int kBits>
+// The code of a value, plus what kRound leaves in the bits above. A page's own zero point is below all of its values.
+template <int kBits, int kKind>
 DEVICE u32 code_of(u32 pair, int odd, float zero, float scale) {
-    const float code = __fmul_rn(__fsub_rn(odd ? half_high(pair) : half_low(pair), zero), scale);
-    return __float_as_uint(__fadd_rn(fminf(fmaxf(code, 0.0f), static_cast<float>((1 << kBits) - 1)), kRound));
+    float code = __fmul_rn(__fsub_rn(odd ? half_high(pair) : half_low(pair), zero), scale);
+    if (kKind == kStaticChannel) code = fmaxf(code, 0.0f);
+    return __float_as_uint(__fadd_rn(fminf(code, static_cast<float>((1 << kBits) - 1)), kRound));
 }
 
 // What one lane has of a tile, gathered code by code.
@@ -182,80 +183,112 @@ struct ChannelGroup {
     }
 };
 
-// Tiles of tokens x channels: two tokens and a group of channels, for one lane.
-template <int kBits, int kKind, bool kWhole>
-DEVICE void write_key_tiles(const Page& page, const Parameters& by, u32* codes, int chunk, int token_tile, int lane) {
-    const int item = token_tile / kTokenTiles, in_item = token_tile % kTokenTiles;
-    const ChannelGroup<kWhole> group(chunk, lane & 3);
-    float zero[2 * group.kPairs], scale[2 * group.kPairs];
-    if (kKind != kToken) group.load(zero, by.zero), group.load(scale, by.scale);
-    TileWords<kBits> tiles[2];
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-        const int token = item * kItemTokens + 2 * kTokenTiles * (lane / 4) + 2 * in_item + upper;
-        u32 pairs[group.kPairs];
-        group.load(pairs, page, token);
-#pragma unroll
-        for (int i = 0; i < 2 * group.kPairs; ++i) {
-            const int k = i / 2, odd = i % 2;
-            const float z = kKind == kToken ? by.zero[token] : zero[i], s = kKind == kToken ? by.scale[token] : scale[i];
-            tiles[group.tile(k)].add(upper, group.is_upper(k), odd, code_of<kBits>(pairs[k], odd, z, s));
-        }
-    }
-#pragma unroll
-    for (int t = 0; t < group.kPairs / 2; ++t)
-        tiles[t].store(codes, item, (2 * chunk + t) * kTokenTiles + in_item, lane);
-}
-
-// Tiles of channels x tokens: four tokens and a group of channels, for the lanes of two neighbouring rows.
-template <int kBits, int kKind, bool kWhole>
-DEVICE void write_value_tiles(const Page& page, const Parameters& by, u32* codes, int chunk, int token_tile, int row_pair,
-                              int j) {
-    const int item = token_tile / kTokenTiles, in_item = token_tile % kTokenTiles;
-    const ChannelGroup<kWhole> group(chunk, row_pair);
-    float zero[2 * group.kPairs], scale[2 * group.kPairs];
-    if (kKind != kToken) group.load(zero, by.zero), group.load(scale, by.scale);
-    TileWords<kBits> tiles[2][2];  // of the even and the odd row
-#pragma unroll
-    for (int nth = 0; nth < 4; ++nth) {
-        const int odd = nth / 2, upper = nth % 2;
-        const int token = item * kItemTokens + 2 * kTokenTiles * (2 * j + odd) + 2 * in_item + upper;
-        u32 pairs[group.kPairs];
-        group.load(pairs, page, token);
-#pragma unroll
-        for (int i = 0; i < 2 * group.kPairs; ++i) {
-            const int k = i / 2, row = i % 2;
-            const float z = kKind == kToken ? by.zero[token] : zero[i], s = kKind == kToken ? by.scale[token] : scale[i];
-            tiles[row][group.tile(k)].add(group.is_upper(k), upper, odd, code_of<kBits>(pairs[k], row, z, s));
-        }
-    }
-#pragma unroll
-    for (int row = 0; row < 2; ++row)
-#pragma unroll
-        for (int t = 0; t < group.kPairs / 2; ++t)
-            tiles[row][t].store(codes, item, in_item * kChannelTiles + 2 * chunk + t, 4 * (2 * row_pair + row) + j);
-}
-
 constexpr int kPageTiles = kPageTokens / 16;
-constexpr int kWholeChunks = kChannelTiles / 2;
 
-template <int kBits, int kKind>
-DEVICE void write_keys(const Page& page, const Parameters& by, u32* codes) {
-    for (int i = threadIdx.x; i < 32 * kPageTiles * kWholeChunks; i += kThreads)
-        write_key_tiles<kBits, kKind, true>(page, by, codes, i / 32 / kPageTiles, i / 32 % kPageTiles, i % 32);
-    if constexpr (kChannelTiles % 2 == 1)
-        for (int i = threadIdx.x; i < 32 * kPageTiles; i += kThreads)
-            write_key_tiles<kBits, kKind, false>(page, by, codes, kWholeChunks, i / 32, i % 32);
-}
+// One piece of a thread's work on K, tiles of tokens x channels: two tokens and a group of channels, for one lane.
+template <int kBits, int kKind, bool kWhole>
+struct KeyTiles {
+    static constexpr int kPieces = 32 * kPageTiles;  // of a chunk
+    TileWords<kBits> tiles[kWhole ? 2 : 1];
 
-template <int kBits, int kKind>
-DEVICE void write_values(const Page& page, const Parameters& by, u32* codes) {
-    for (int i = threadIdx.x; i < 16 * kPageTiles * kWholeChunks; i += kThreads)
-        write_value_tiles<kBits, kKind, true>(page, by, codes, i / 16 / kPageTiles, i / 16 % kPageTiles, i % 4, i / 4 % 4);
-    if constexpr (kChannelTiles % 2 == 1)
-        for (int i = threadIdx.x; i < 16 * kPageTiles; i += kThreads)
-            write_value_tiles<kBits, kKind, false>(page, by, codes, kWholeChunks, i / 16, i % 4, i / 4 % 4);
-}
+    DEVICE void make(const Page& page, const Parameters& by, int chunk, int piece) {
+        const int lane = piece % 32, token_tile = piece / 32;
+        const ChannelGroup<kWhole> group(chunk, lane & 3);
+        float zero[2 * group.kPairs], scale[2 * group.kPairs];
+        if (kKind != kToken) group.load(zero, by.zero), group.load(scale, by.scale);
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+            const int token = token_tile / kTokenTiles * kItemTokens + 2 * kTokenTiles * (lane / 4) +
+                              2 * (token_tile % kTokenTiles) + upper;
+            u32 pairs[group.kPairs];
+            group.load(pairs, page, token);
+#pragma unroll
+            for (int i = 0; i < 2 * group.kPairs; ++i) {
+                const int k = i / 2, odd = i % 2;
+                const float z = kKind == kToken ? by.zero[token] : zero[i];
+                const float s = kKind == kToken ? by.scale[token] : scale[i];
+                tiles[group.tile(k)].add(upper, group.is_upper(k), odd, code_of<kBits, kKind>(pairs[k], odd, z, s));
+            }
+        }
+    }
+    DEVICE void store(u32* codes, int chunk, int piece) const {
+        const int lane = piece % 32, token_tile = piece / 32;
+#pragma unroll
+        for (int t = 0; t < (kWhole ? 2 : 1); ++t)
+            tiles[t].store(codes, token_tile / kTokenTiles, (2 * chunk + t) * kTokenTiles + token_tile % kTokenTiles, lane);
+    }
+};
+
+// The same for V, tiles of channels x tokens: four tokens and a group of channels, for the lanes of two rows side by side.
+template <int kBits, int kKind, bool kWhole>
+struct ValueTiles {
+    static constexpr int kPieces = 16 * kPageTiles;
+    TileWords<kBits> tiles[2][kWhole ? 2 : 1];  // of the even and the odd row
+
+    DEVICE void make(const Page& page, const Parameters& by, int chunk, int piece) {
+        const int row_pair = piece % 4, j = piece / 4 % 4, token_tile = piece / 16;
+        const ChannelGroup<kWhole> group(chunk, row_pair);
+        float zero[2 * group.kPairs], scale[2 * group.kPairs];
+        if (kKind != kToken) group.load(zero, by.zero), group.load(scale, by.scale);
+#pragma unroll
+        for (int nth = 0; nth < 4; ++nth) {
+            const int odd = nth / 2, upper = nth % 2;
+            const int token = token_tile / kTokenTiles * kItemTokens + 2 * kTokenTiles * (2 * j + odd) +
+                              2 * (token_tile % kTokenTiles) + upper;
+            u32 pairs[group.kPairs];
+            group.load(pairs, page, token);
+#pragma unroll
+            for (int i = 0; i < 2 * group.kPairs; ++i) {
+                const int k = i / 2, row = i % 2;
+                const float z = kKind == kToken ? by.zero[token] : zero[i];
+                const float s = kKind == kToken ? by.scale[token] : scale[i];
+                tiles[row][group.tile(k)].add(group.is_upper(k), upper, odd, code_of<kBits, kKind>(pairs[k], row, z, s));
+            }
+        }
+    }
+    DEVICE void store(u32* codes, int chunk, int piece) const {
+        const int row_pair = piece % 4, j = piece / 4 % 4, token_tile = piece / 16;
+#pragma unroll
+        for (int row = 0; row < 2; ++row)
+#pragma unroll
+            for (int t = 0; t < (kWhole ? 2 : 1); ++t)
+                tiles[row][t].store(codes, token_tile / kTokenTiles,
+                                    token_tile % kTokenTiles * kChannelTiles + 2 * chunk + t, 4 * (2 * row_pair + row) + j);
+    }
+};
+
+// All pieces that a thread has in `kChunks` chunks from `first_chunk` on.
+template <class Tiles, int kFirstChunk, int kChunks>
+struct Share {
+    static constexpr int kPieces = Tiles::kPieces * kChunks, kTurns = (kPieces + kThreads - 1) / kThreads;
+    Tiles turns[kTurns > 0 ? kTurns : 1];
+
+    DEVICE void make(const Page& page, const Parameters& by) {
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const int i = threadIdx.x + turn * kThreads;
+            if (i < kPieces) turns[turn].make(page, by, kFirstChunk + i / Tiles::kPieces, i % Tiles::kPieces);
+        }
+    }
+    DEVICE void store(u32* codes) const {
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const int i = threadIdx.x + turn * kThreads;
+            if (i < kPieces) turns[turn].store(codes, kFirstChunk + i / Tiles::kPieces, i % Tiles::kPieces);
+        }
+    }
+};
+
+// The codes of K or V of a page: whole chunks, and the last one of an odd number of channel tiles.
+template <template <int, int, bool> class Tiles, int kBits, int kKind>
+struct PageCodes {
+    static constexpr int kWholeChunks = kChannelTiles / 2;
+    Share<Tiles<kBits, kKind, true>, 0, kWholeChunks> whole;
+    Share<Tiles<kBits, kKind, false>, kWholeChunks, kChannelTiles % 2> last;
+
+    DEVICE void make(const Page& page, const Parameters& by) { whole.make(page, by), last.make(page, by); }
+    DEVICE void store(u32* codes) const { whole.store(codes), last.store(codes); }
+};
 
 // Starts the copies of K and V of a page; each thread waits for its own.
 DEVICE void load_page(const Page& page, const u8* from) {
@@ -274,12 +307,11 @@ DEVICE void store_bytes(u8* to, const void* from, int bytes) {
         reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
 }
 
-// Shared memory: K rows, V rows, K codes, parameters. K rows make room for V codes.
+// Shared memory: K rows, V rows, parameters. Once all codes are made they take the place of the rows.
 DEVICE void seal_page(const SealParams& p, const u8* k, const u8* v, u8* sealed, int head, u32* memory) {
     __shared__ __align__(16) Parameters k_parameters, v_parameters;
     const Page k_page{memory}, v_page{memory + kPageTokens * kRowWords};
-    u32* k_codes = memory + 2 * kPageTokens * kRowWords;
-    u16* parameters = reinterpret_cast<u16*>(k_codes + kKPageBytes / 4);
+    u16* parameters = reinterpret_cast<u16*>(memory + 2 * kPageTokens * kRowWords);
     load_page(k_page, k);
     load_page(v_page, v);
     wait_for_copies();
@@ -288,16 +320,20 @@ DEVICE void seal_page(const SealParams& p, const u8* k, const u8* v, u8* sealed,
     find_parameters<kKBits, kKScale>(k_page, k_parameters, parameters, p.k_scale + at, p.k_zero + at);
     find_parameters<kVBits, kVScale>(v_page, v_parameters, parameters + kKParameterBytes / 2, p.v_scale + at, p.v_zero + at);
     __syncthreads();
-    write_keys<kKBits, kKScale>(k_page, k_parameters, k_codes);
+    PageCodes<KeyTiles, kKBits, kKScale> keys;
+    PageCodes<ValueTiles, kVBits, kVScale> values;
+    keys.make(k_page, k_parameters);
+    values.make(v_page, v_parameters);
     __syncthreads();
-    store_bytes(sealed, k_codes, kKPageBytes);
+    keys.store(k_page.words);
+    values.store(v_page.words);
+    __syncthreads();
+    store_bytes(sealed, k_page.words, kKPageBytes);
+    store_bytes(sealed + kKPageBytes, v_page.words, kVPageBytes);
     store_bytes(sealed + kKPageBytes + kVPageBytes, parameters, kKParameterBytes + kVParameterBytes);
-    write_values<kVBits, kVScale>(v_page, v_parameters, k_page.words);
-    __syncthreads();
-    store_bytes(sealed + kKPageBytes, k_page.words, kVPageBytes);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) seal_pages(const SealParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim <= 128 ? 6 : 3) seal_pages(const SealParams p) {
     extern __shared__ __align__(16) u32 memory[];
     const int open_page = p.open_pages[blockIdx.x], sealed_page = p.sealed_pages[blockIdx.x], head = blockIdx.y;
     if (open_page < 0 || sealed_page < 0) return;
