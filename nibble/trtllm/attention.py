@@ -81,8 +81,8 @@ def make_attention_class(base: type[Any], metadata_class: type[Any]) -> type[Any
                 q, k = transform.read(q), transform.store(k)
             if is_rotated:
                 v = self._rotate(v)
-            if k.dtype != v.dtype:
-                k, v = k.half(), v.half()  # they reach the pages in one type
+            if torch.float32 in (k.dtype, v.dtype):
+                k, v = k.half(), v.half()  # as pages hold them; both alike
             kernels.append(k.contiguous(), v.contiguous(), pages, tables.slots)
             kernels.seal(pages, tables.seal_from, tables.seal_to)
             out = self._read(q.contiguous(), pages, metadata)

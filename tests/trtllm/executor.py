@@ -83,7 +83,7 @@ class Executor:
         )  # fmt: skip
         self.running: dict[int, LlmRequest] = {}
         self.graphs: dict[int, Graph] = {}
-        self.recomputed: dict[int, int] = {}
+        self.started: dict[int, int] = {}  # of each request, the first token that was computed
         self.checked = 0
         self.manager.add_dummy_requests([GRAPH_DUMMY], [1])
 
@@ -98,6 +98,8 @@ class Executor:
             budget, batch = self.model.chunk, ScheduledRequests()
             for request in waiting:
                 share = min(budget, request.prompt_len - request.context_current_position)
+                if share < request.prompt_len - request.context_current_position:
+                    share -= share % 64  # chunks are whole blocks, but for the last
                 if share:
                     request.context_chunk_size, budget = share, budget - share
                     batch.context_requests.append(request)
@@ -122,7 +124,7 @@ class Executor:
     def _step(self, batch: ScheduledRequests, check: bool) -> None:
         self.manager.prepare_resources(batch)
         for request in batch.context_requests:
-            self.recomputed[request.py_request_id] = request.prompt_len - request.context_current_position
+            self.started.setdefault(request.py_request_id, request.context_current_position)
         self._run(batch, check)
         for request in batch.context_requests:
             request.context_current_position += request.context_chunk_size
