@@ -45,8 +45,16 @@ def fold_value_rotation(attention: nn.Module, head_dim: int) -> None:
             f"V rotation: got {type(attention).__name__} without linear v_proj and o_proj; use a KV format that does "
             "not rotate V (int8, int8-static, fp16)"
         )
-    rotation = hadamard_matrix(head_dim)
-    v_proj.weight.copy_((rotation @ v_proj.weight.double().unflatten(0, (-1, head_dim))).flatten(0, 1))
-    if v_proj.bias is not None:
-        v_proj.bias.copy_((v_proj.bias.double().unflatten(0, (-1, head_dim)) @ rotation.T).flatten())
-    o_proj.weight.copy_((o_proj.weight.double().unflatten(1, (-1, head_dim)) @ rotation.T).flatten(1))
+    fold_value_rotation_into(v_proj.weight, v_proj.bias, o_proj.weight, head_dim)
+
+
+@torch.no_grad()
+def fold_value_rotation_into(
+    v_weight: torch.Tensor, v_bias: torch.Tensor | None, o_weight: torch.Tensor, head_dim: int
+) -> None:
+    """The same for bare tensors: W_v [kv_heads * head_dim, hidden], its bias, W_o [hidden, q_heads * head_dim]."""
+    rotation = hadamard_matrix(head_dim).to(v_weight.device)
+    v_weight.copy_((rotation @ v_weight.double().unflatten(0, (-1, head_dim))).flatten(0, 1))
+    if v_bias is not None:
+        v_bias.copy_((v_bias.double().unflatten(0, (-1, head_dim)) @ rotation.T).flatten())
+    o_weight.copy_((o_weight.double().unflatten(1, (-1, head_dim)) @ rotation.T).flatten(1))

@@ -66,25 +66,32 @@ class PoolSizes:
     sealed_pages: int
 
     @classmethod
-    def for_limits(cls, spec: CacheSpec, limits: EngineLimits) -> PoolSizes:
-        """Pools for `limits`: open pages for what runs at once, sealed pages for the rest of `pool_mb`.
+    def for_limits(cls, spec: CacheSpec, limits: EngineLimits, free_bytes: int | None = None) -> PoolSizes:
+        """Pages for what `limits` lets run at once: open pages for its newest tokens, sealed pages for the rest.
 
-        NibbleError when `pool_mb` can't hold one sequence of `max_context` tokens.
+        `pool_mb` says how much there is instead; without it, no more than fits into `free_bytes`. NibbleError when one
+        sequence of `max_context` tokens does not fit.
         """
         pages_in_context = -(-limits.max_context // PAGE_TOKENS)
         kept_open = min(pages_in_context, spec.policy.sink_pages + spec.policy.recent_pages + 2)
         open_pages = limits.max_running * kept_open + limits.chunk_tokens // PAGE_TOKENS + 1
-        if limits.pool_mb is None:
-            return cls(open_pages, limits.max_running * pages_in_context)
-        left = limits.pool_mb * 2**20 - open_pages * spec.open_page_bytes
-        sealed_pages = left // spec.sealed_page_bytes
-        if sealed_pages < pages_in_context:
-            needed = open_pages * spec.open_page_bytes + pages_in_context * spec.sealed_page_bytes
+        roomy = cls(open_pages, limits.max_running * pages_in_context)
+        given = free_bytes if limits.pool_mb is None else limits.pool_mb * 2**20
+        if given is None or (limits.pool_mb is None and roomy.bytes(spec) <= given):
+            return roomy
+        least = cls(open_pages, pages_in_context).bytes(spec)
+        if given < least or (free_bytes is not None and given > free_bytes):
+            most = "or more" if free_bytes is None else f"or more, and {max(0, free_bytes) // 2**20} are free"
             raise NibbleError(
-                f"pool_mb: got {limits.pool_mb}, allowed {-(-needed // 2**20)} or more for max_context "
+                f"pool_mb: got {given // 2**20}, allowed {-(-least // 2**20)} {most}, for max_context "
                 f"{limits.max_context} and max_running {limits.max_running}; lower those or raise the pool"
             )
-        return cls(open_pages, sealed_pages)
+        return cls(open_pages, (given - open_pages * spec.open_page_bytes) // spec.sealed_page_bytes)
+
+    def describe(self, spec: CacheSpec) -> str:
+        """The sizes in words."""
+        mib = self.bytes(spec) / 2**20
+        return f"{self.open_pages} open and {self.sealed_pages} sealed pages of {PAGE_TOKENS} tokens, {mib:.0f} MiB"
 
     def bytes(self, spec: CacheSpec) -> int:
         return self.open_pages * spec.open_page_bytes + self.sealed_pages * spec.sealed_page_bytes

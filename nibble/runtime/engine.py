@@ -23,8 +23,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, SealedPageLayout
-from nibble.runtime.cache import CacheSpec, CacheStorage, PoolSizes
-from nibble.runtime.cpu_backend import CpuBackend
+from nibble.runtime.cache import CacheSpec
+from nibble.runtime.decoder_weights import DecoderWeights
+from nibble.runtime.device import choose_device
+from nibble.runtime.device_runner import DeviceRunner
 from nibble.runtime.model_runner import ModelRunner
 from nibble.runtime.page_pool import PagePool
 from nibble.runtime.page_table import PageTable
@@ -36,11 +38,13 @@ from nibble.runtime.request import (
     SamplingParams,
     TokenEvent,
 )
-from nibble.runtime.sampler import sample
+from nibble.runtime.runner import PendingTokens, Runner
+from nibble.runtime.sampler import Sampled
 from nibble.runtime.scheduler import Scheduler
 from nibble.runtime.sequence import Sequence
 from nibble.runtime.step import Span, Step
 from nibble.runtime.text import TextStream
+from nibble.runtime.weight_sources import ModelWeights
 
 if TYPE_CHECKING:
     from nibble.manifest import Manifest
@@ -58,27 +62,29 @@ class EngineOrigin:
 class Engine:
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | DecoderWeights,
         tokenizer: PreTrainedTokenizerBase,
         spec: CacheSpec,
         limits: EngineLimits | None = None,
         *,
         origin: EngineOrigin | None = None,
     ) -> None:
-        """Takes the model over and changes it. `spec` says how each layer's K and V are kept."""
+        """Takes the model over and changes it. `spec` says how each layer's K and V are kept.
+
+        A model goes where `limits.device` says; `DecoderWeights` stay on their device.
+        """
         self.limits = limits or EngineLimits()
         self.origin = origin or EngineOrigin(spec.formats[0].name)
         self.tokenizer = tokenizer
         self.spec = spec
-        self.pool_sizes = PoolSizes.for_limits(spec, self.limits)
-        if self.limits.threads:
-            torch.set_num_threads(self.limits.threads)
+        self.runner = _make_runner(model, spec, self.limits)
+        self.pool_sizes = self.runner.pool_sizes
         open_pool, sealed_pool = PagePool(self.pool_sizes.open_pages), PagePool(self.pool_sizes.sealed_pages)
         self.pages = PageTable(open_pool, sealed_pool, spec.policy)
         self.scheduler = Scheduler(self.pages, self.limits)
-        self.runner = ModelRunner(model, spec, CpuBackend(CacheStorage(spec, self.pool_sizes)), self.limits)
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         self._requests: dict[str, Sequence] = {}
+        self._unread: PendingTokens | None = None
         self._prompt_tokens = self._tokens_generated = 0
 
     @classmethod
@@ -94,6 +100,11 @@ class Engine:
         return self.origin.kv_name
 
     @property
+    def device(self) -> torch.device:
+        """Where the model and the cache are."""
+        return self.runner.device
+
+    @property
     def fallback_reason(self) -> str | None:
         return self.origin.fallback_reason
 
@@ -103,7 +114,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) or self._unread is not None
 
     def encode(self, text: str) -> list[int]:
         """The tokens of plain text, with the special tokens that the tokenizer puts around it."""
@@ -142,16 +153,34 @@ class Engine:
             self._requests[request_id].cancelled = True
 
     def step(self) -> list[TokenEvent]:
-        """Run one forward pass; one event for each token that came out of it and each request that was cancelled."""
+        """Run one forward pass; one event for each token that came out and each request that was cancelled.
+
+        On a GPU the next pass is launched before the tokens of the last one are read, so a pass's events come out of
+        the call after, and a request may run for one token more than it needed.
+        """
         events = [self._end(s, FinishReason.CANCELLED) for s in list(self._requests.values()) if s.cancelled]
+        launched = self._launch()
+        ready, self._unread = (self._unread, launched) if self.runner.overlaps else (launched, None)
+        return events if ready is None else events + self._read(ready)
+
+    def _launch(self) -> PendingTokens | None:
         step = self.scheduler.schedule()
         if step is None:
-            return events
-        logits = self.runner.logits(step, step.last_rows())
-        for span, row in zip(step.spans, logits, strict=True):
+            return None
+        asked = [span for span in step.spans if span.length == span.sequence.num_pending]
+        pending = self.runner.launch(step, asked)
+        for span in step.spans:
             self.pages.commit(span.sequence, span.length)
-            if span.sequence.num_pending == 0:
-                events.append(self._next_token(span.sequence, row))
+        for sequence in pending.sequences:
+            sequence.num_unread += 1
+        return pending
+
+    def _read(self, pending: PendingTokens) -> list[TokenEvent]:
+        events = []
+        for sequence, sampled in zip(pending.sequences, pending.read(), strict=True):
+            sequence.num_unread -= 1
+            if not sequence.ended:
+                events.append(self._next_token(sequence, sampled))
         return events
 
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Completion]:
@@ -205,7 +234,7 @@ class Engine:
         self.pages.check_integrity(list(self._requests.values()))
 
     def _check_prompt(self, prompt_ids: list[int], request_id: str) -> None:
-        vocabulary = self.runner.model.config.vocab_size
+        vocabulary = self.runner.vocabulary
         if not prompt_ids:
             raise NibbleError("prompt: got no tokens, allowed 1 or more")
         if len(prompt_ids) > self.limits.max_context:
@@ -218,10 +247,9 @@ class Engine:
         if request_id in self._requests:
             raise NibbleError(f"request id {request_id!r} is in use; choose another or leave it out")
 
-    def _next_token(self, sequence: Sequence, logits: torch.Tensor) -> TokenEvent:
-        if not torch.isfinite(logits).all():
+    def _next_token(self, sequence: Sequence, sampled: Sampled) -> TokenEvent:
+        if not sampled.is_finite:
             return self._end(sequence, FinishReason.ERROR, error="the model's logits are not finite")
-        sampled = sample(logits, sequence.params, sequence.generator)
         sequence.tokens.append(sampled.token)
         self._tokens_generated += 1
         ended = sampled.token in self.eos_token_ids and not sequence.params.ignore_eos
@@ -258,8 +286,18 @@ class Engine:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def _make_runner(model: PreTrainedModel | DecoderWeights, spec: CacheSpec, limits: EngineLimits) -> Runner:
+    if isinstance(model, DecoderWeights):
+        return DeviceRunner(model, spec, limits)
+    device = choose_device(limits.device, model.config, spec)
+    if device.type == "cpu":
+        return ModelRunner(model, spec, limits)
+    return DeviceRunner(DecoderWeights.read(model.config, ModelWeights(model), model.dtype, device), spec, limits)
+
+
+def _eos_token_ids(model: PreTrainedModel | DecoderWeights, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every token that ends an answer, from the model's generation config and its tokenizer."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
+    generation = getattr(model, "generation_config", None)
+    configured = model.config.eos_token_id if generation is None else generation.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)

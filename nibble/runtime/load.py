@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig
 
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS
@@ -10,10 +13,16 @@ from nibble.key_transform import read_key_transforms
 from nibble.manifest import TOKENIZER_DIR, Manifest, read_manifest
 from nibble.models import load_model, load_tokenizer
 from nibble.runtime.cache import CacheSpec
+from nibble.runtime.decoder_weights import DecoderWeights
+from nibble.runtime.device import choose_device
 from nibble.runtime.engine import Engine, EngineOrigin
 from nibble.runtime.request import EngineLimits
+from nibble.runtime.weight_sources import load_decoder_weights
 from nibble.static_scales import read_static_scales
 from nibble.visibility import PagePolicy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FALLBACKS = ("fp16",)
 
@@ -24,13 +33,20 @@ def load_engine(engine_dir: Path, limits: EngineLimits, kv_fallback: str | None 
         raise NibbleError(f"KV fallback: got {kv_fallback!r}, allowed {', '.join(FALLBACKS)} or none")
     manifest = read_manifest(engine_dir)
     manifest.verify_weights(engine_dir)
-    model = load_model(manifest.source_folder(engine_dir), manifest.model.recipe.dtype)
     tokenizer = load_tokenizer(engine_dir / TOKENIZER_DIR)
     origin = EngineOrigin(manifest.kv.recipe.name, manifest)
     if kv_fallback and kv_fallback != origin.kv_name:
         reason = f"KV_FALLBACK={kv_fallback} was asked for; the engine was built with {origin.kv_name}"
         origin = EngineOrigin(kv_fallback, manifest, fallback_reason=reason)
-    return Engine(model, tokenizer, _cache_spec(engine_dir, manifest, origin.kv_name), limits, origin=origin)
+    spec = _cache_spec(engine_dir, manifest, origin.kv_name)
+    model = _load_weights(manifest.source_folder(engine_dir), manifest.model.recipe.dtype, spec, limits)
+    return Engine(model, tokenizer, spec, limits, origin=origin)
+
+
+def _load_weights(source: Path, dtype: str, spec: CacheSpec, limits: EngineLimits) -> PreTrainedModel | DecoderWeights:
+    """Where the engine will run decides: transformers' model for the CPU, bare weights streamed to a GPU."""
+    device = choose_device(limits.device, AutoConfig.from_pretrained(source, local_files_only=True), spec)
+    return load_model(source, dtype) if device.type == "cpu" else load_decoder_weights(source, dtype, device)
 
 
 def _cache_spec(engine_dir: Path, manifest: Manifest, kv_name: str) -> CacheSpec:

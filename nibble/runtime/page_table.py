@@ -46,10 +46,8 @@ class PageTable:
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """The next `num_tokens` are in the cache now."""
-        first_full = sequence.num_computed // PAGE_TOKENS
         sequence.num_computed += num_tokens
-        for page in range(first_full, sequence.num_computed // PAGE_TOKENS):
-            self.open_pool.register(sequence.open_pages[page], sequence.key_of_page(page))
+        self._name_full_pages(sequence)
         for page in [page for page in sequence.open_pages if page in sequence.sealed_pages]:
             self.sealed_pool.register(sequence.sealed_pages[page], sequence.key_of_page(page))
             self.open_pool.release(sequence.open_pages.pop(page))
@@ -57,8 +55,8 @@ class PageTable:
     def pages_to_seal(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Pages that a query among the next tokens sees quantized, and that are not sealed yet."""
         last_position = sequence.num_computed + num_tokens - 1
-        far = range(self.policy.sink_pages, self.policy.first_recent_page(last_position))
-        return [page for page in far if page not in sequence.sealed_pages]
+        first_unsealed = self.policy.sink_pages + len(sequence.sealed_pages)  # pages are sealed in order
+        return list(range(first_unsealed, self.policy.first_recent_page(last_position)))
 
     def match_prefix(self, sequence: Sequence) -> None:
         """Start a waiting sequence from the longest cached prefix that gives the same answer as computing it.
@@ -78,17 +76,19 @@ class PageTable:
                 for page in sequence.sealed_pages.values():
                     self.sealed_pool.share(page)
                 sequence.num_computed = start * PAGE_TOKENS
+                sequence.num_named_pages = start
                 sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_tokens)
                 return
 
     def release_all(self, sequence: Sequence) -> None:
         """Let every page go; the sequence starts anew when it runs again."""
+        self._name_full_pages(sequence)
         for page in reversed(sequence.open_pages.values()):
             self.open_pool.release(page)
         for page in reversed(sequence.sealed_pages.values()):
             self.sealed_pool.release(page)
         sequence.open_pages, sequence.sealed_pages = {}, {}
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_named_pages = 0
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """AssertionError when pages are lost, held twice, or not where the page rule wants them."""
@@ -103,6 +103,13 @@ class PageTable:
         first = sequence.num_computed // PAGE_TOKENS
         last = (sequence.num_computed + num_tokens - 1) // PAGE_TOKENS
         return [page for page in range(first, last + 1) if page not in sequence.open_pages]
+
+    def _name_full_pages(self, sequence: Sequence) -> None:
+        """Full pages get their keys once all their tokens are known: a step later when tokens are read back late."""
+        full = min(sequence.num_computed, len(sequence.tokens)) // PAGE_TOKENS
+        for page in range(sequence.num_named_pages, full):
+            self.open_pool.register(sequence.open_pages[page], sequence.key_of_page(page))
+        sequence.num_named_pages = max(full, sequence.num_named_pages)
 
     def _is_known(self, key: bytes) -> bool:
         return self.open_pool.find(key) is not None or self.sealed_pool.find(key) is not None

@@ -8,6 +8,7 @@ from enum import StrEnum
 from nibble.errors import NibbleError
 
 MAX_LOGPROBS = 20
+DEVICES = ("auto", "cpu", "cuda")
 
 
 class QueueFullError(NibbleError):
@@ -27,7 +28,8 @@ class EngineLimits:
 
     max_context: tokens of prompt and answer together. chunk_tokens: the most tokens of one forward pass. pool_mb: MiB
     for the whole KV cache; None sizes it so that `max_running` sequences of `max_context` tokens fit. threads: CPU
-    threads for torch; None leaves torch's own choice.
+    threads for torch; None leaves torch's own choice. device: "cpu", "cuda", or "auto" for a GPU that the kernels know
+    when there is one.
     """
 
     max_context: int = 2048
@@ -36,12 +38,15 @@ class EngineLimits:
     max_waiting: int = 256
     pool_mb: int | None = None
     threads: int | None = None
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         bounds = {"max_context": 2, "max_running": 1, "chunk_tokens": 16, "max_waiting": 1}
         for name, lowest in bounds.items():
             if getattr(self, name) < lowest:
                 raise NibbleError(f"{name}: got {getattr(self, name)}, allowed {lowest} or more")
+        if self.device not in DEVICES:
+            raise NibbleError(f"device: got {self.device!r}, allowed {', '.join(DEVICES)}")
         if self.chunk_tokens < self.max_running:
             raise NibbleError(
                 f"chunk_tokens: got {self.chunk_tokens}, allowed max_running ({self.max_running}) or more, since every "

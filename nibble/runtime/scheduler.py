@@ -32,6 +32,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.counters = Counters()
         self._arrivals = 0
+        self._free_slots = list(range(limits.max_running - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; QueueFullError at the limit."""
@@ -52,9 +53,9 @@ class Scheduler:
         seal_pairs: list[tuple[int, int]] = []
         for sequence in sorted(self.running, key=lambda s: (s.num_pending > 1, *_rank(s))):
             length = min(sequence.num_pending, budget)
-            if length == 0 or sequence not in self.running:
+            if length == 0 or sequence.slot < 0 or sequence.ends_with_unread(self.limits.max_context):
                 continue
-            if not self._make_room(sequence, length, [planned_sequence for planned_sequence, _ in planned]):
+            if not self._make_room(sequence, length, planned):
                 continue
             seal_pairs += self.pages.reserve(sequence, length)
             planned.append((sequence, length))
@@ -63,10 +64,12 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence is done: out of the queue, pages let go."""
+        sequence.ended = True
         self.pages.release_all(sequence)
-        for queue in (self.running, self.waiting):
-            if sequence in queue:
-                queue.remove(sequence)
+        if sequence in self.running:
+            self._stop_running(sequence)
+        else:
+            self.waiting.remove(sequence)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.limits.max_running:
@@ -77,12 +80,20 @@ class Scheduler:
                 self.pages.release_all(sequence)
                 return
             self.counters.prefix_hit_tokens += sequence.cached_tokens
+            sequence.slot = self._free_slots.pop()
+            sequence.num_admissions += 1
             self.running.append(self.waiting.pop(0))
 
-    def _make_room(self, sequence: Sequence, length: int, planned: list[Sequence]) -> bool:
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _make_room(self, sequence: Sequence, length: int, planned: list[tuple[Sequence, int]]) -> bool:
         """Preempt sequences that rank after this one until `length` tokens fit; False when it has to wait a step."""
         while not self.pages.can_reserve(sequence, length):
-            later = [s for s in self.running if s not in planned and _rank(s) > _rank(sequence)]
+            taken = {id(other) for other, _ in planned}
+            later = [s for s in self.running if id(s) not in taken and _rank(s) > _rank(sequence)]
             if not later:
                 assert planned or _rank(sequence) > min(map(_rank, self.running)), "the first to come has no pages"
                 return False
@@ -91,7 +102,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self.pages.release_all(victim)
-        self.running.remove(victim)
+        self._stop_running(victim)
         self.waiting.insert(0, victim)
         self.waiting.sort(key=_rank)
         self.counters.preemptions += 1

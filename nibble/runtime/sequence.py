@@ -1,6 +1,6 @@
 """One request on its way through the engine: its tokens, its pages, and what has been computed.
 
-tokens    [ prompt ............................ | generated ..... ]
+tokens    [ prompt ............................ | generated ..... | unread ]
 computed  [ in the cache ..........)  [ this step )  [ later ...   )
 pages     | sink | sealed | sealed | recent | open |
 """
@@ -30,11 +30,16 @@ class Sequence:
     generator: torch.Generator | None = None
     prompt_tokens: int = 0
     num_computed: int = 0
+    num_unread: int = 0  # tokens that were picked on the device and not read back yet
+    num_named_pages: int = 0  # full pages that the open pool knows by their key
+    slot: int = -1  # its place in tables kept on a device, while it runs
+    num_admissions: int = 0  # how often it began to run; each time it has other pages
     cached_tokens: int = 0
     open_pages: dict[int, int] = field(default_factory=dict)  # page of the sequence -> page of the open pool
     sealed_pages: dict[int, int] = field(default_factory=dict)  # page of the sequence -> page of the sealed pool
     page_keys: list[bytes] = field(default_factory=list)  # of full pages
     cancelled: bool = False
+    ended: bool = False
     arrival: int = 0
     submitted_at: float = field(default_factory=time.monotonic)
 
@@ -44,8 +49,13 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are known but not in the cache yet; 1 means the sequence is decoding."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that were picked but are not in the cache yet; 1 means the sequence is decoding."""
+        return len(self.tokens) + self.num_unread - self.num_computed
+
+    def ends_with_unread(self, max_context: int) -> bool:
+        """Will the tokens that are not read back yet be its last?"""
+        generated, length = self.num_generated + self.num_unread, len(self.tokens) + self.num_unread
+        return self.num_unread > 0 and (generated >= self.params.max_tokens or length > max_context)
 
     def key_of_page(self, page: int) -> bytes:
         """Names the content of a full page: a hash over every token up to its end."""

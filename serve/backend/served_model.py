@@ -93,7 +93,8 @@ def _load_engine(parameters: Mapping[str, str]) -> Engine:
     if reason := _fallback_reason(engine, parameters):
         _log(f"KV FALLBACK: cache is {engine.kv_name}: {reason}")
     _log(f"certificate: {parameters.get('certificate', 'unchecked')}")
-    _log(f"loaded with KV={engine.kv_name} in {time.monotonic() - began:.1f} s")
+    _log(f"pools: {engine.pool_sizes.describe(engine.spec)}")
+    _log(f"loaded with KV={engine.kv_name} on {engine.device} in {time.monotonic() - began:.1f} s")
     return engine
 
 

@@ -8,6 +8,8 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -36,6 +38,12 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),  # biases in q, k and v
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 48}),  # norms over q and k
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 100}),
+    # norms over q and k, a window and a RoPE base that differ by layer
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 
 
@@ -52,10 +60,13 @@ class LetterTokenizer:
         return "".join(chr(97 + token % 26) for token in token_ids)
 
 
-def make_model(family: str = "llama", *, q_heads: int = 6, kv_heads: int = 2, head_dim: int = 32) -> PreTrainedModel:
+def make_model(
+    family: str = "llama", *, q_heads: int = 6, kv_heads: int = 2, head_dim: int | None = None
+) -> PreTrainedModel:
     """A seeded random model of two layers with weights large enough that attention matters."""
     config_class, model_class, options = FAMILIES[family]
-    values = {"head_dim": head_dim, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **options}
+    values = {"head_dim": 32, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **options}
+    values |= {"head_dim": head_dim} if head_dim else {}
     config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=96 * 2,

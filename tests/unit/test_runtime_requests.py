@@ -7,7 +7,9 @@ import torch
 
 from nibble.errors import NibbleError
 from nibble.runtime import Engine, EngineLimits, FinishReason, QueueFullError, SamplingParams
-from nibble.runtime.sampler import sample
+from nibble.runtime.sampler import Choices, Sampled, pick_as_asked, pick_likeliest, read_rows
+from nibble.runtime.sequence import Sequence
+from nibble.runtime.text import TextStream
 from tests.unit.runtime_cases import VOCABULARY, LetterTokenizer, make_engine, make_model, make_spec, random_prompt
 
 
@@ -143,13 +145,29 @@ def test_bad_limits_say_what_is_allowed(limits: dict[str, int], message: str) ->
         make_engine(**limits)
 
 
-def test_top_k_and_top_p_cut_the_unlikely() -> None:
+def test_top_k_and_top_p_cut_the_unlikely_whoever_is_in_the_batch() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    generator = torch.Generator().manual_seed(0)
-    for params, kept in (
-        (SamplingParams(temperature=1, top_k=2), {0, 1}),
+    cases = (
+        (SamplingParams(temperature=1, top_k=2, logprobs=2), {0, 1}),
         (SamplingParams(temperature=1, top_p=0.81), {0, 1, 2}),
         (SamplingParams(temperature=1, top_p=0.4), {0}),
         (SamplingParams(temperature=1), {0, 1, 2, 3}),
-    ):
-        assert {sample(logits, params, generator).token for _ in range(300)} == kept
+        (SamplingParams(), {0}),
+    )
+    asked = [params for params, _ in cases for _ in range(300)]
+    together = _sample(logits, asked)
+    for case, (params, kept) in enumerate(cases):
+        mine = together[300 * case : 300 * case + 300]
+        assert {each.token for each in mine} == kept
+        assert mine == [_sample(logits, [params], first_seed=300 * case + row)[0] for row in range(300)]
+    assert together[0].top_logprobs == {0: pytest.approx(logits[0]), 1: pytest.approx(logits[1])}
+    assert all(each.logprob == pytest.approx(logits[each.token]) for each in together)
+    assert abs(sum(each.token == 0 for each in together[900:1200]) - 150) < 40
+
+
+def _sample(logits: torch.Tensor, asked: list[SamplingParams], first_seed: int = 0) -> list[Sampled]:
+    generators = [torch.Generator().manual_seed(first_seed + row) for row in range(len(asked))]
+    sequences = [Sequence("", [], p, TextStream(str), generator=g) for p, g in zip(asked, generators, strict=True)]
+    rows = logits.expand(len(asked), -1)
+    greedy, choices = pick_likeliest(rows), Choices.of(sequences, logits.device)
+    return read_rows(greedy if choices is None else pick_as_asked(rows, greedy, choices), sequences)

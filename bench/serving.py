@@ -1,0 +1,278 @@
+"""How fast and how large a serving engine is on a GPU: decode steps against the roofline, capacity, time to the first
+token, closed loops of clients; for each KV format, with dummy weights.
+
+    python -m bench.serving --model llama-8b --kv fp16 int4                 # into bench/results/serving.json
+    python -m bench.serving --only step --plot docs/serving.png
+
+    step       decode steps at a batch and a context, beside the time that reading weights and cache would take
+    capacity   how many requests of a context fit, and the step at fp16's most, at twice that, and at the format's own
+    first      time to the first token of one prompt
+    sweep      clients that ask again as soon as they are answered
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench.attention import read_bandwidth
+from bench.serving_engine import cache_bytes_read, cancel_all, dummy_weights, make_engine, prime
+from nibble.formats import FORMATS
+from nibble.runtime import Engine, EngineLimits, SamplingParams
+from nibble.runtime.decoder_weights import DecoderWeights
+
+RESULTS = Path(__file__).parent / "results" / "serving.json"
+ENDLESS = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
+STEPS = [(1, 8192), (8, 8192), (64, 1024), (64, 8192)]  # batch, context
+CAPACITY_CONTEXT = 32768
+SWEEP = [(1024, 256, 16), (1024, 256, 64), (8192, 128, 16)]  # input, output, concurrency
+TIMED_STEPS = 48
+
+
+@dataclass(frozen=True)
+class Record:
+    """Times in milliseconds. roofline_ratio: a step's time over that of reading weights and cache once."""
+
+    section: str
+    model: str
+    weights: str
+    kv: str
+    gpus: int
+    input: int
+    output: int
+    concurrency: int
+    tokens_per_s: float
+    ttft_p50_ms: float | None
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    max_running: int | None
+    kv_bytes: int
+    roofline_ratio: float | None
+    host_share: float | None
+    card: str
+    commit: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every measurement needs. ceiling: bytes a second of plain reading."""
+
+    model: str
+    weights: DecoderWeights
+    ceiling: float
+    commit: str
+
+    def record(self, section: str, engine: Engine, **values: float | int | None) -> Record:
+        """A record; what is not measured is None."""
+        fixed = {
+            "section": section,
+            "model": self.model,
+            "weights": "bf16 dummy",
+            "kv": engine.kv_name,
+            "gpus": 1,
+            "ttft_p50_ms": None,
+            "max_running": None,
+            "roofline_ratio": None,
+            "host_share": None,
+            "kv_bytes": engine.pool_sizes.bytes(engine.spec),
+            "card": torch.cuda.get_device_name(),
+            "commit": self.commit,
+        }
+        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()}
+        record = Record(**{**fixed, **rounded})  # type: ignore[arg-type]
+        shown = ("section", "kv", "input", "concurrency", "tokens_per_s", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms")
+        print({key: asdict(record)[key] for key in (*shown, "max_running", "roofline_ratio", "host_share")}, flush=True)
+        return record
+
+
+def time_steps(engine: Engine, count: int) -> list[float]:
+    """Milliseconds between the tokens of consecutive steps; all running sequences decode."""
+    for _ in range(4):
+        engine.step()
+    times = []
+    last = time.perf_counter()
+    for _ in range(count):
+        engine.step()
+        now = time.perf_counter()
+        times.append((now - last) * 1e3)
+        last = now
+    return times
+
+
+def time_graph(engine: Engine) -> float:
+    """Milliseconds of the decode graph alone, as its last step left its buffers."""
+    graphs = engine.runner.graphs  # type: ignore[attr-defined]
+    running = len(engine.scheduler.running)
+    replay = graphs.replay_of(running)
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(20):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 20
+
+
+def measure_batch(bench: Bench, section: str, engine: Engine, contexts: list[int], **extra: int) -> Record:
+    """Decode steps of sequences that `prime` brought to these contexts."""
+    times = time_steps(engine, TIMED_STEPS)
+    read = bench.weights.num_bytes + cache_bytes_read(engine.spec, contexts)
+    graph_ms = time_graph(engine)
+    step_ms = statistics.mean(times)
+    return bench.record(
+        section,
+        engine,
+        input=max(contexts),
+        output=TIMED_STEPS,
+        concurrency=len(contexts),
+        tokens_per_s=len(contexts) / step_ms * 1e3,
+        tpot_p50_ms=statistics.median(times),
+        tpot_p99_ms=sorted(times)[int(0.99 * len(times))],
+        roofline_ratio=step_ms / (read / bench.ceiling * 1e3),
+        host_share=1 - graph_ms / step_ms,
+        **extra,
+    )
+
+
+def measure_steps(bench: Bench, kv: str) -> Iterator[Record]:
+    """Lengths differ by up to a page, so that not all sequences seal in the same step."""
+    batch, context = max(batch for batch, _ in STEPS), max(context for _, context in STEPS)
+    limits = EngineLimits(max_context=context + 256, max_running=batch, chunk_tokens=8192)
+    engine = make_engine(bench.weights, kv, limits)
+    for batch, context in STEPS:
+        contexts = [context - (7 * row) % 64 for row in range(batch)]
+        prime(engine, contexts, ENDLESS)
+        yield measure_batch(bench, "step", engine, contexts)
+        cancel_all(engine)
+
+
+def measure_capacity(bench: Bench, kv: str, most_fp16: int | None) -> Iterator[Record]:
+    """The most requests of a long context, and the step there; for other formats also at twice fp16's most."""
+    limits = EngineLimits(max_context=CAPACITY_CONTEXT + 256, max_running=128, chunk_tokens=8192)
+    engine = make_engine(bench.weights, kv, limits)
+    counts = [128] if most_fp16 is None else [most_fp16, 2 * most_fp16, 128]
+    for count in counts:
+        running = prime(engine, [CAPACITY_CONTEXT - 64 - row % 64 for row in range(count)], ENDLESS)
+        for sequence in list(engine.scheduler.waiting):
+            engine.cancel(sequence.request_id)
+        contexts = [CAPACITY_CONTEXT - 64 - row % 64 for row in range(running)]
+        yield measure_batch(bench, "capacity", engine, contexts, max_running=running)
+        cancel_all(engine)
+
+
+def measure_first_token(bench: Bench, kv: str, prompt: int = 8192) -> Iterator[Record]:
+    """One prompt at a time; each is new."""
+    engine = make_engine(bench.weights, kv, EngineLimits(max_context=prompt + 256, max_running=2, chunk_tokens=8192))
+    generator = torch.Generator().manual_seed(0)
+    times = []
+    for _ in range(6):
+        tokens = torch.randint(0, engine.runner.vocabulary, (prompt,), generator=generator).tolist()
+        times.append(engine.generate([tokens], SamplingParams(max_tokens=1))[0].ttft_s * 1e3)
+    first = statistics.median(times[2:])
+    yield bench.record(
+        "first", engine, input=prompt, output=1, concurrency=1, tokens_per_s=prompt / first * 1e3, ttft_p50_ms=first,
+        tpot_p50_ms=0.0, tpot_p99_ms=0.0,
+    )  # fmt: skip
+
+
+def measure_sweep(bench: Bench, kv: str) -> Iterator[Record]:
+    """Closed loops, from a cold start, two answers a client."""
+    for prompt, output, clients in SWEEP:
+        limits = EngineLimits(max_context=prompt + output + 64, max_running=clients, chunk_tokens=2048)
+        engine = make_engine(bench.weights, kv, limits)
+        yield run_clients(bench, engine, prompt, output, clients)
+        del engine
+        free_memory()
+
+
+def run_clients(bench: Bench, engine: Engine, prompt: int, output: int, clients: int) -> Record:
+    """Time every token of every request."""
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(max_tokens=output, ignore_eos=True)
+    asked: dict[str, float] = {}
+    seen: dict[str, list[float]] = {}
+    left = 2 * clients
+
+    def ask() -> None:
+        tokens = torch.randint(0, engine.runner.vocabulary, (prompt,), generator=generator).tolist()
+        request = engine.submit(tokens, params)
+        asked[request], seen[request] = time.perf_counter(), []
+
+    start = time.perf_counter()
+    for _ in range(clients):
+        ask()
+    left -= clients
+    while engine.has_work:
+        for event in engine.step():
+            seen[event.request_id].append(time.perf_counter())
+            if event.finish_reason is not None and left:
+                left -= 1
+                ask()
+    duration = time.perf_counter() - start
+    first = [(times[0] - asked[request]) * 1e3 for request, times in seen.items()]
+    each = [(times[-1] - times[0]) / (len(times) - 1) * 1e3 for times in seen.values()]
+    return bench.record(
+        "sweep", engine, input=prompt, output=output, concurrency=clients,
+        tokens_per_s=sum(map(len, seen.values())) / duration, ttft_p50_ms=statistics.median(first),
+        tpot_p50_ms=statistics.median(each), tpot_p99_ms=sorted(each)[int(0.99 * len(each))],
+    )  # fmt: skip
+
+
+def free_memory() -> None:
+    """Give back what deleted engines held."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measure(bench: Bench, formats: list[str], sections: list[str]) -> Iterator[Record]:
+    """Every section for every format, fp16 first."""
+    most_fp16: int | None = None
+    for kv in formats:
+        if "step" in sections:
+            yield from measure_steps(bench, kv)
+            free_memory()
+        if "capacity" in sections:
+            for record in measure_capacity(bench, kv, most_fp16):
+                yield record
+                if kv == "fp16":
+                    most_fp16 = record.max_running
+            free_memory()
+        if "first" in sections:
+            yield from measure_first_token(bench, kv)
+            free_memory()
+        if "sweep" in sections:
+            yield from measure_sweep(bench, kv)
+
+
+def main() -> None:
+    """Measure what the options name and write the records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-8b")
+    parser.add_argument("--kv", nargs="*", default=["fp16", "int8", "k8v4", "int4"], choices=list(FORMATS))
+    parser.add_argument("--only", nargs="*", default=["step", "capacity", "first", "sweep"])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    ceiling = read_bandwidth() * 1e12
+    bench = Bench(options.model, dummy_weights(options.model), ceiling, commit)
+    records = []
+    for record in measure(bench, options.kv, options.only):
+        records.append(asdict(record))
+        options.out.write_text(json.dumps(records, indent=1) + "\n")
+    print(json.dumps({"read_tbps": round(ceiling / 1e12, 3), "records": len(records), "results": str(options.out)}))
+
+
+if __name__ == "__main__":
+    main()

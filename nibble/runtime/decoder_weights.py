@@ -1,0 +1,182 @@
+"""The weights of a Llama-like decoder as a GPU wants them: projections that read the same input lie in one matrix.
+
+Llama, Mistral, Qwen2 and Qwen3 differ by a bias in Q, K and V and by norms over Q and K. Tensors come one at a time
+from a source (nibble.runtime.weight_sources) and go straight into their place, so that a model is never held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nibble.architecture import read_architecture
+from nibble.errors import NibbleError
+from nibble.rotation import fold_value_rotation_into
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
+
+
+class WeightSource(Protocol):
+    """Where tensors come from, by their names in a Hugging Face checkpoint."""
+
+    def read(self, name: str, target: torch.Tensor) -> None:
+        """Fill `target`, part of a weight on its device, with the tensor of that name; NibbleError if there is none."""
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a decoder. windows: the sliding window of each layer in tokens, None for full attention."""
+
+    family: str
+    hidden: int
+    intermediate: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    norm_epsilon: float
+    windows: tuple[int | None, ...]
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    ties_embeddings: bool
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> DecoderShape:
+        """The shape that a config describes; NibbleError for what this decoder does not compute."""
+        facts = read_architecture(config.to_dict())
+        if facts.family not in FAMILIES:
+            raise NibbleError(f"{facts.family}: the GPU runtime allows {', '.join(FAMILIES)}; serve it with DEVICE=cpu")
+        if getattr(config, "hidden_act", "silu") != "silu" or getattr(config, "mlp_bias", False):
+            raise NibbleError(
+                f"{config.model_type}: activation {config.hidden_act!r}, mlp_bias "
+                f"{getattr(config, 'mlp_bias', False)}; the GPU runtime allows 'silu' without a bias; serve it with "
+                "DEVICE=cpu"
+            )
+        if facts.family != "qwen2" and getattr(config, "attention_bias", False):
+            raise NibbleError(
+                f"{config.model_type}: attention_bias is set; the GPU runtime allows biases of Q, K and V in qwen2 "
+                "alone; serve it with DEVICE=cpu"
+            )
+        return cls(
+            facts.family,
+            config.hidden_size,
+            config.intermediate_size,
+            facts.num_q_heads,
+            facts.num_kv_heads,
+            facts.head_dim,
+            config.vocab_size,
+            config.rms_norm_eps,
+            facts.windows,
+            facts.family == "qwen2",
+            facts.family == "qwen3",
+            bool(config.tie_word_embeddings),
+        )
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Rows of Q, K and V in the fused projection."""
+        return self.q_heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """input_norm, inner_norm: [hidden]; qkv: [(q + 2 kv heads) * D, hidden], bias to it; q_norm, k_norm: [D];
+    out: [hidden, q heads * D]; gate_up: [2 * intermediate, hidden]; down: [hidden, intermediate]."""
+
+    input_norm: torch.Tensor
+    inner_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """embedding, head: [vocabulary, hidden] (one tensor when tied); frequencies: fp32 [D / 2], of RoPE."""
+
+    config: PretrainedConfig
+    shape: DecoderShape
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+    frequencies: torch.Tensor
+    rope_scaling: float
+    generation_config: GenerationConfig | None = None
+
+    @classmethod
+    def read(
+        cls, config: PretrainedConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> DecoderWeights:
+        """All weights from a source. NibbleError names what is missing or not supported."""
+        shape = DecoderShape.of(config)
+        reader = _Reader(source, dtype, device)
+        embedding = reader.one("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
+        layers = tuple(_read_layer(reader, shape, index) for index in range(len(shape.windows)))
+        head = embedding if shape.ties_embeddings else reader.one("lm_head.weight", shape.vocabulary, shape.hidden)
+        rotary = LlamaRotaryEmbedding(config)
+        if len(rotary.inv_freq) * 2 != shape.head_dim:
+            raise NibbleError(
+                f"{config.model_type}: RoPE turns {2 * len(rotary.inv_freq)} of {shape.head_dim} channels; the GPU "
+                "runtime allows all of them; serve it with DEVICE=cpu"
+            )
+        frequencies = rotary.inv_freq.float().to(device)
+        norm = reader.one("model.norm.weight", shape.hidden)
+        return cls(config, shape, embedding, layers, norm, head, frequencies, float(rotary.attention_scaling))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a decode step reads: all but the embedding, of which it reads a row a token."""
+        tensors = [self.norm, self.head]
+        tensors += [t for layer in self.layers for t in vars(layer).values() if t is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def fold_value_rotation(self, layer: int) -> None:
+        """Rotate V of a layer, in its weights, in place."""
+        weights, rows = self.layers[layer], self.shape.qkv_rows
+        bias = None if weights.qkv_bias is None else weights.qkv_bias.split(rows)[2]
+        fold_value_rotation_into(weights.qkv.split(rows)[2], bias, weights.out, self.shape.head_dim)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    source: WeightSource
+    dtype: torch.dtype
+    device: torch.device
+
+    def one(self, name: str, *size: int) -> torch.Tensor:
+        return self.stacked([name], list(size[:1]), *size[1:])
+
+    def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
+        """Tensors of so many rows each, one under the other."""
+        whole = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
+        for name, part in zip(names, whole.split(list(rows)), strict=True):
+            self.source.read(name, part)
+        return whole
+
+
+def _read_layer(reader: _Reader, shape: DecoderShape, index: int) -> LayerWeights:
+    at = f"model.layers.{index}."
+    qkv = [f"{at}self_attn.{name}_proj" for name in "qkv"]
+    gate_up = [f"{at}mlp.{name}_proj.weight" for name in ("gate", "up")]
+    rows = shape.qkv_rows
+    return LayerWeights(
+        input_norm=reader.one(f"{at}input_layernorm.weight", shape.hidden),
+        inner_norm=reader.one(f"{at}post_attention_layernorm.weight", shape.hidden),
+        qkv=reader.stacked([f"{name}.weight" for name in qkv], rows, shape.hidden),
+        qkv_bias=reader.stacked([f"{name}.bias" for name in qkv], rows) if shape.has_qkv_bias else None,
+        q_norm=reader.one(f"{at}self_attn.q_norm.weight", shape.head_dim) if shape.has_qk_norm else None,
+        k_norm=reader.one(f"{at}self_attn.k_norm.weight", shape.head_dim) if shape.has_qk_norm else None,
+        out=reader.one(f"{at}self_attn.o_proj.weight", shape.hidden, rows[0]),
+        gate_up=reader.stacked(gate_up, [shape.intermediate] * 2, shape.hidden),
+        down=reader.one(f"{at}mlp.down_proj.weight", shape.hidden, shape.intermediate),
+    )
