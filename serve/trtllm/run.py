@@ -2,7 +2,7 @@
 
 python -m serve.trtllm.run --model llama-70b --kv int8 [--port 8000] [--dry-run]
 
-    triton_repo/run/<model>-<kv>-trtllm-<port>/   models/, prepare.sh, rank.sh
+triton_repo/run/<model>-<kv>-trtllm-<port>/   models/, prepare.sh, rank.sh
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from tritonclient.utils import serialize_byte_tensor
 
 from build.trtllm import container
 from build.trtllm.container import Runner
+from eval import endpoint
 from nibble.errors import NibbleError
 from nibble.recipes import load_model_recipe, load_serve_recipe
 from nibble.trtllm.install import pth_text
@@ -220,3 +221,16 @@ def test_the_bootstrap_line_does_nothing_unasked(tmp_path: Path) -> None:
         ["python3", "-S", "-c", "import json\n" + code], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
     assert json.loads(done.stdout) == [], done.stderr
+
+
+def test_endpoints_are_compared_as_text() -> None:
+    prompts = endpoint.passages(5, 40)
+    assert len(set(prompts)) == 5 and all(len(prompt.split()) == 40 for prompt in prompts)
+    found = endpoint.compare(lambda prompt: prompt[:20], lambda prompt: prompt[:10] + "#" * 10, prompts[:2])
+    assert (found.prompts, found.identical, found.mean_common_share) == (2, 0, 0.5)
+    assert endpoint.compare(str.upper, str.upper, prompts).identical == 5
+    for place in ("vllm@host:8001", "ensemble@host", "native"):
+        with pytest.raises(NibbleError, match="allowed kind@host:port with kind one of native, ensemble, llmapi"):
+            endpoint.connect(place, 8)
+    with pytest.raises(NibbleError, match="the texts hold fewer"):
+        endpoint.passages(10_000, 1000)
