@@ -34,6 +34,7 @@ OURS = {
     "fp16": YARDSTICK,
 }
 HEAD_DIMS, GROUPS, OTHER_SHAPES_BYTES = (64, 128, 256), (1, 4, 7, 8, 16), 2_000_000_000
+SPLIT_PAGES = (8, 16, 64)  # instead of the rule
 VERSIONS = ("torch", "nvidia-cuda-nvrtc", "flashinfer-python")
 
 
@@ -65,9 +66,10 @@ class Bench:
         place = (kernel, kv, shape.batch, shape.context, heads, shape.kv_heads, shape.head_dim)
         return Record(*place, round(us, 1), round(tbps, 3), round(tbps / self.read_tbps, 3))
 
-    def ours(self, kv: str, shape: Shape) -> Record:
+    def ours(self, kv: str, shape: Shape, split_pages: int | None = None) -> Record:
         cache = RandomCache(shape, FORMATS[kv])
-        return self.record("decode_attention", kv, shape, measure(cache), cache.bytes)
+        kernel = f"decode_attention_split_{split_pages}" if split_pages else "decode_attention"
+        return self.record(kernel, kv, shape, measure(cache, split_pages), cache.bytes)
 
     def xqa(self, kv: str, shape: Shape) -> Record:
         cache = attention_peers.XqaCache(shape, kv)
@@ -88,6 +90,7 @@ class Bench:
             yield from (self.ours(kv, shape) for kv, shapes in OURS.items() if shape in shapes)
             if attention_peers.is_installed():
                 yield from (self.xqa(kv, shape) for kv in attention_peers.DTYPES)
+        yield from (self.ours("int4", shape, split_pages) for shape in YARDSTICK for split_pages in SPLIT_PAGES)
         yield from (self.ours("int4", other_shape(d, group)) for d in HEAD_DIMS for group in GROUPS)
         yield from (self.seal(kv) for kv in ("int4", "int8", "k8v4"))
         yield from self.writing("int4", YARDSTICK[0])

@@ -1,17 +1,24 @@
-"""A few small launches of every kernel, to be run under compute-sanitizer (it comes with the CUDA toolkit).
+r"""A few small launches of every kernel, to be run under compute-sanitizer (it comes with the CUDA toolkit).
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python -m tests.gpu.sanitize
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \
+        python -m tests.gpu.sanitize
+    compute-sanitizer --tool racecheck --num-cuda-barriers 80 --kernel-name kns=decode_attention \
+        --kernel-name kns=combine_splits --kernel-name kns=seal_pages --kernel-name kns=append_tokens \
+        python -m tests.gpu.sanitize --every-lane-arrives
 
-Without caching every tensor is an allocation of its own, so that a step past its end is seen. The launches are checked
-against nothing here; the tests do that.
+Without caching every tensor is an allocation of its own, so that a step past its end is seen. racecheck takes the
+arrival of one lane to speak for that lane alone; with --every-lane-arrives the decode kernel is compiled so that it can
+follow (cuda/ptx.cuh). The launches are checked against nothing here; the tests do that.
 """
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 from nibble.formats import FORMATS
+from nibble.kernels import compiler
 from nibble.kernels.decode import DecodeWorkspace
 from nibble.kernels.prefill import prefill_attention
 from nibble.kernels.seal import append_tokens, seal_pages_on_gpu
@@ -53,7 +60,17 @@ def run_prefill(shape: Shape) -> None:
     torch.cuda.synchronize()
 
 
+def let_every_lane_arrive() -> None:
+    """Compile the kernels for racecheck from here on."""
+    flags_of = compiler._define_flags
+    compiler._define_flags = lambda source: (*flags_of(source), "-DEVERY_LANE_ARRIVES")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every-lane-arrives", action="store_true", help="compile the kernels for racecheck")
+    if parser.parse_args().every_lane_arrives:
+        let_every_lane_arrive()
     for case in DECODE_CASES:
         run_decode(case)
         print(case.fmt.name, case.head_dim, case.group, flush=True)

@@ -50,36 +50,38 @@ DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int warp, int
             attend_half(context, header, stage, state);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&s->empty[mine.stage()]));
+        arrive_for_warp(shared_address(&s->empty[mine.stage()]), lane);
         mine.advance(p.consumers, p.stages);
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&s->query_empty[n & 1]));
+    arrive_for_warp(shared_address(&s->query_empty[n & 1]), lane);
     convert(p, unit.kv_head, state, false, lane);
     barrier_wait(shared_address(&s->merge_empty), n & 1 ^ 1);
     items -= unit.num_items;
     const int final_slot = slot_of(p, items, consumer);
     if (final_slot < unit.num_items) store_state(c, final_slot, head_tile, lane, state);
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&s->merge_full));
+    arrive_for_warp(shared_address(&s->merge_full), lane);
     items += unit.num_items;
 }
+
+constexpr int kListArrivals = kWarpArrivals == 32 ? 32 * kHelpers : 1;
 
 // The warps share the work: the lanes of one would take turns.
 DEVICE void initialise(const DecodeParams& p, Shared* s, int warp, int warps) {
     const int consumer_warps = p.consumers * kHeadTiles;
     for (int i = warp; i < p.stages; i += warps) {
         barrier_init(shared_address(&s->full[i]), kFillArrivals);
-        barrier_init(shared_address(&s->empty[i]), kHeadTiles);
+        barrier_init(shared_address(&s->empty[i]), kHeadTiles * kWarpArrivals);
         s->opened[i] = ~0u;
     }
     if (warp < kQueryBuffers) {
-        barrier_init(shared_address(&s->query_full[warp]), 1);
-        barrier_init(shared_address(&s->query_empty[warp]), consumer_warps);
+        barrier_init(shared_address(&s->query_full[warp]), kWarpArrivals);
+        barrier_init(shared_address(&s->query_empty[warp]), consumer_warps * kWarpArrivals);
     } else if (warp == kQueryBuffers) {
-        barrier_init(shared_address(&s->merge_full), consumer_warps);
-        barrier_init(shared_address(&s->merge_empty), kMergers);
-        barrier_init(shared_address(&s->listed), 1);
+        barrier_init(shared_address(&s->merge_full), consumer_warps * kWarpArrivals);
+        barrier_init(shared_address(&s->merge_empty), kMergers * kWarpArrivals);
+        barrier_init(shared_address(&s->listed), kListArrivals);
     }
     publish_barriers();
 }
@@ -124,10 +126,8 @@ DEVICE void run_helper(const DecodeParams& p, const Carved& c, int warp, int lan
     u32 items = 0;
     for (int begin = 0, end;; begin = end) {
         end = begin + list_units(p, c, begin, helper);
-        if (helper == 0) {
-            s->listed_end = end;
-            barrier_arrive(shared_address(&s->listed));
-        }
+        if (helper == 0) s->listed_end = end;
+        if (helper < kListArrivals) barrier_arrive(shared_address(&s->listed));
         if (begin == end) return;
         const bool is_last = is_last_unit(p, c, end - 1);
         if (warp == 0) {

@@ -100,6 +100,6 @@ DEVICE void merge_units(const DecodeParams& p, const Carved& c, int begin, int e
         __syncwarp();
         finish_unit(p, c, s->units[n % kUnitTable], merger);
         __syncwarp();
-        if (merger.lane == 0) barrier_arrive(shared_address(&s->merge_empty));
+        arrive_for_warp(shared_address(&s->merge_empty), merger.lane);
     }
 }

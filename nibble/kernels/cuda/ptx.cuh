@@ -151,12 +151,28 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_poll(barrier, parity)) {
     }
 }
-// A word that one thread changes while others watch.
+// One lane arrives for its warp, which has synchronised; a word is changed by one thread while others watch. racecheck
+// understands neither: it takes an arrival to speak for the arriving thread alone. For it, every lane arrives and words are
+// changed and watched by atomic operations; the protocol is the same.
+#ifdef EVERY_LANE_ARRIVES
+constexpr u32 kWarpArrivals = 32;
+#else
+constexpr u32 kWarpArrivals = 1;
+#endif
+DEVICE void arrive_for_warp(u32 barrier, int lane) {
+    if (kWarpArrivals == 32 || lane == 0) barrier_arrive(barrier);
+}
 DEVICE void publish(u32 address, u32 value) {
-    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+    if (kWarpArrivals == 32)
+        asm volatile("{.reg .u32 y; atom.shared.exch.b32 y, [%0], %1;}" ::"r"(address), "r"(value) : "memory");
+    else
+        asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 DEVICE u32 observe(u32 address) {
     u32 y;
-    asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(y) : "r"(address) : "memory");
+    if (kWarpArrivals == 32)
+        asm volatile("atom.shared.or.b32 %0, [%1], 0;" : "=r"(y) : "r"(address) : "memory");
+    else
+        asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(y) : "r"(address) : "memory");
     return y;
 }

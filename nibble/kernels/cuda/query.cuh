@@ -128,6 +128,6 @@ DEVICE void prepare_units(const DecodeParams& p, Shared* s, int begin, int end, 
         barrier_wait(shared_address(&s->query_empty[n & 1]), n >> 1 & 1 ^ 1);
         prepare_queries(p, s->units[n % kUnitTable], s, n & 1, lane);
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&s->query_full[n & 1]));
+        arrive_for_warp(shared_address(&s->query_full[n & 1]), lane);
     }
 }
