@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from bench.attention import read_bandwidth
+from bench.attention_cache import read_bandwidth
 from bench.serving_engine import cache_bytes_read, cancel_all, dummy_weights, make_engine, prime
 from nibble.formats import FORMATS
 from nibble.runtime import Engine, EngineLimits, SamplingParams
@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parent / "results" / "serving.json"
 ENDLESS = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
 STEPS = [(1, 8192), (8, 8192), (64, 1024), (64, 8192)]  # batch, context
 CAPACITY_CONTEXT = 32768
-SWEEP = [(1024, 256, 16), (1024, 256, 64), (8192, 128, 16)]  # input, output, concurrency
+SWEEP = [(1024, 256, 64), (8192, 128, 16)]  # input, output, concurrency
 TIMED_STEPS = 48
 
 
@@ -125,8 +125,9 @@ def time_graph(engine: Engine) -> float:
     return float(start.elapsed_time(end)) / 20
 
 
-def measure_batch(bench: Bench, section: str, engine: Engine, contexts: list[int], **extra: int) -> Record:
-    """Decode steps of sequences that `prime` brought to these contexts."""
+def measure_batch(bench: Bench, section: str, engine: Engine, **extra: int) -> Record:
+    """Decode steps of the sequences that run; the cache that they read is that of the step in the middle."""
+    contexts = [len(sequence.tokens) + TIMED_STEPS // 2 for sequence in engine.scheduler.running]
     times = time_steps(engine, TIMED_STEPS)
     read = bench.weights.num_bytes + cache_bytes_read(engine.spec, contexts)
     graph_ms = time_graph(engine)
@@ -149,26 +150,28 @@ def measure_batch(bench: Bench, section: str, engine: Engine, contexts: list[int
 def measure_steps(bench: Bench, kv: str) -> Iterator[Record]:
     """Lengths differ by up to a page, so that not all sequences seal in the same step."""
     batch, context = max(batch for batch, _ in STEPS), max(context for _, context in STEPS)
-    limits = EngineLimits(max_context=context + 256, max_running=batch, chunk_tokens=8192)
+    limits = EngineLimits(max_context=context + 512, max_running=batch, chunk_tokens=16384)
     engine = make_engine(bench.weights, kv, limits)
     for batch, context in STEPS:
         contexts = [context - (7 * row) % 64 for row in range(batch)]
         prime(engine, contexts, ENDLESS)
-        yield measure_batch(bench, "step", engine, contexts)
+        yield measure_batch(bench, "step", engine)
         cancel_all(engine)
 
 
 def measure_capacity(bench: Bench, kv: str, most_fp16: int | None) -> Iterator[Record]:
     """The most requests of a long context, and the step there; for other formats also at twice fp16's most."""
-    limits = EngineLimits(max_context=CAPACITY_CONTEXT + 256, max_running=128, chunk_tokens=8192)
+    limits = EngineLimits(max_context=CAPACITY_CONTEXT + 1024, max_running=128, chunk_tokens=16384)
     engine = make_engine(bench.weights, kv, limits)
     counts = [128] if most_fp16 is None else [most_fp16, 2 * most_fp16, 128]
     for count in counts:
-        running = prime(engine, [CAPACITY_CONTEXT - 64 - row % 64 for row in range(count)], ENDLESS)
-        for sequence in list(engine.scheduler.waiting):
+        running = prime(engine, [CAPACITY_CONTEXT - row % 64 for row in range(count)], ENDLESS)
+        for sequence in engine.scheduler.waiting:
             engine.cancel(sequence.request_id)
-        contexts = [CAPACITY_CONTEXT - 64 - row % 64 for row in range(running)]
-        yield measure_batch(bench, "capacity", engine, contexts, max_running=running)
+        if running < count:  # a full pool: leave room to grow while it is timed
+            engine.cancel(engine.scheduler.running[-1].request_id)
+        engine.step()
+        yield measure_batch(bench, "capacity", engine, max_running=running)
         cancel_all(engine)
 
 
@@ -256,6 +259,12 @@ def measure(bench: Bench, formats: list[str], sections: list[str]) -> Iterator[R
             yield from measure_sweep(bench, kv)
 
 
+def _records_to_keep(path: Path, model: str, formats: list[str], sections: list[str]) -> list[dict[str, object]]:
+    """Records of earlier runs that this one does not measure again."""
+    records = json.loads(path.read_text()) if path.is_file() else []
+    return [r for r in records if r["model"] != model or r["kv"] not in formats or r["section"] not in sections]
+
+
 def main() -> None:
     """Measure what the options name and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -267,10 +276,11 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     ceiling = read_bandwidth() * 1e12
     bench = Bench(options.model, dummy_weights(options.model), ceiling, commit)
+    kept = _records_to_keep(options.out, options.model, options.kv, options.only)
     records = []
     for record in measure(bench, options.kv, options.only):
         records.append(asdict(record))
-        options.out.write_text(json.dumps(records, indent=1) + "\n")
+        options.out.write_text(json.dumps(kept + records, indent=1) + "\n")
     print(json.dumps({"read_tbps": round(ceiling / 1e12, 3), "records": len(records), "results": str(options.out)}))
 
 

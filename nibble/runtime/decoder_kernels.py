@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from nibble.runtime.decoder_ops import HeadLayout, HeadWeights, NewTokens
 
 GATE_BLOCK = 1024
-VOCABULARY_BLOCK = 4096
-FEW_TOKENS = 64  # up to which a block takes as few tokens as it can
+VOCABULARY_BLOCK = 16384
+MOST_TOKENS_OF_BLOCK = 32  # every block reads the whole basis of its head
 PAGE = tl.constexpr(64)
 
 
@@ -199,7 +199,8 @@ def launch_split_heads(
     q_heads, kv_heads, dim = layout.q_heads, layout.kv_heads, layout.head_dim
     q = torch.empty(tokens, q_heads, dim, dtype=layout.query_type, device=qkv.device)
     reader, forward = (None, None) if weights.basis is None else (weights.basis.reader, weights.basis.forward)
-    block, overlaps = 16 if tokens <= FEW_TOKENS else 32, can_overlap(qkv.device)
+    block = min(MOST_TOKENS_OF_BLOCK, max(16, triton.next_power_of_2(tokens)))
+    overlaps = can_overlap(qkv.device)
     split_heads_kernel[(q_heads + 2 * kv_heads, triton.cdiv(tokens, block))](
         qkv, positions, layout.frequencies, weights.q_norm, weights.k_norm, reader, forward, q, new.open_pool,
         new.slots, tokens * width, tokens, layout.rope_scaling, layout.norm_epsilon, parts, q_heads, kv_heads, dim,

@@ -13,15 +13,17 @@ from torch.nn.functional import linear
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [tokens, k] times weight [n, k]: [tokens, n]."""
-    return linear(x, weight)
+    return multiply_in_parts(x, weight, most_parts=1)
 
 
-def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def multiply_in_parts(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, most_parts: int = 16
+) -> torch.Tensor:
     """The same, or fp32 [parts, tokens, n] that add up to it."""
     if bias is None and x.is_cuda:
         from nibble.runtime.linear_kernels import choose_share, multiply_shares
 
         share = choose_share(x, weight)
-        if share is not None:
+        if share is not None and share.parts <= most_parts:
             return multiply_shares(x, weight, share)
     return linear(x, weight, bias)
