@@ -20,6 +20,7 @@ CANARY_PROMPT = "1"
 CANARY_PARAMETERS = {"max_tokens": 1, "priority": 1_000_000}
 INTERVAL_S = 5.0
 TIMEOUT_S = 10.0
+WELL_REFUSED = ("queue:", "unknown model", "no available versions")
 BUSY_ROUNDS = 8  # canaries that may go unanswered in a row while the heartbeat goes on
 HEARTBEAT = re.compile(r'^nibble_steps_total\{[^}]*engine="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
 
@@ -72,13 +73,16 @@ class Canary:
 
 
 def ask_model(url: str, model: str, timeout_s: float = TIMEOUT_S) -> bool:
-    """One token from a model; True when there was an answer in time, also when it was a refusal."""
+    """One token from a model; True when there was an answer in time. A full queue is one, an unloaded model too.
+
+    Not an answer: silence, and Triton's own word that the model's process is not healthy, which it says of a hung one.
+    """
     try:
         TritonLLM(url, model=model, inactivity_timeout_s=timeout_s).generate(
             CANARY_PROMPT, request_id=CANARY_ID, **CANARY_PARAMETERS
         )
     except NibbleError as error:
-        return "no response for" not in str(error)
+        return any(word in str(error) for word in WELL_REFUSED)
     return True
 
 
