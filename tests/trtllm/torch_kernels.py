@@ -14,15 +14,22 @@ from nibble.visibility import PagePolicy
 
 
 class TorchKernels:
-    """Pages in the row order of the CPU backend. Reads of pages that are not there give NaN."""
+    """Pages in the row order of the CPU backend. Reads of pages that are not there give NaN.
+
+    It takes what the GPU's kernels take: 16-bit values, contiguous int32 tables.
+    """
 
     def append(self, k: torch.Tensor, v: torch.Tensor, pages: LayerPages, slots: torch.Tensor) -> None:
+        _check_values(k, v)
+        _check_tables(slots)
+        assert k.dtype == v.dtype and slots.shape == k.shape[:1]
         written = (slots >= 0).nonzero()[:, 0]
         places = slots[written].long()
         for part, values in enumerate((k, v)):
             pages.open_pool[places // PAGE_TOKENS, part, :, places % PAGE_TOKENS] = values[written].half()
 
     def seal(self, pages: LayerPages, seal_from: torch.Tensor, seal_to: torch.Tensor) -> None:
+        _check_tables(seal_from, seal_to)
         for slot, page in zip(seal_from.tolist(), seal_to.tolist(), strict=True):
             if slot >= 0:
                 k, v = pages.open_pool[slot]
@@ -34,6 +41,8 @@ class TorchKernels:
     def decode(
         self, q: torch.Tensor, pages: LayerPages, table: torch.Tensor, lengths: torch.Tensor, scale: float, work: Any
     ) -> torch.Tensor:
+        _check_values(q)
+        _check_tables(table, lengths)
         rows = []
         for query, row, length in zip(q, table.tolist(), lengths.tolist(), strict=True):
             count = -(-length // PAGE_TOKENS)
@@ -49,6 +58,8 @@ class TorchKernels:
     def prefill(
         self, q: torch.Tensor, pages: LayerPages, tables: tuple[torch.Tensor, torch.Tensor], plan: Any, scale: float
     ) -> torch.Tensor:
+        _check_values(q)
+        _check_tables(*tables)
         rows = []
         for queries, opened, sealed, (_, length) in zip(
             q.split([new for new, _ in plan]), tables[0].tolist(), tables[1].tolist(), plan, strict=True
@@ -84,6 +95,14 @@ class TorchKernels:
             for mask, values in ((sees_near, near), (~sees_near, far))
         ]
         return sum(parts[1:], parts[0]).flatten(0, 1).transpose(0, 1).to(q.dtype)
+
+
+def _check_values(*tensors: torch.Tensor) -> None:
+    assert all(x.dtype in (torch.float16, torch.bfloat16) and x.is_contiguous() for x in tensors)
+
+
+def _check_tables(*tensors: torch.Tensor) -> None:
+    assert all(x.dtype is torch.int32 and x.is_contiguous() for x in tensors)
 
 
 def _weigh(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
