@@ -65,8 +65,6 @@ DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int warp, int
     items += unit.num_items;
 }
 
-constexpr int kListArrivals = kWarpArrivals == 32 ? 32 * kHelpers : 1;
-
 // The warps share the work: the lanes of one would take turns.
 DEVICE void initialise(const DecodeParams& p, Shared* s, int warp, int warps) {
     const int consumer_warps = p.consumers * kHeadTiles;
@@ -81,7 +79,7 @@ DEVICE void initialise(const DecodeParams& p, Shared* s, int warp, int warps) {
     } else if (warp == kQueryBuffers) {
         barrier_init(shared_address(&s->merge_full), consumer_warps * kWarpArrivals);
         barrier_init(shared_address(&s->merge_empty), kMergers * kWarpArrivals);
-        barrier_init(shared_address(&s->listed), kListArrivals);
+        barrier_init(shared_address(&s->listed), kWarpArrivals == 32 ? 32 * kHelpers : 1);
     }
     publish_barriers();
 }
@@ -126,8 +124,10 @@ DEVICE void run_helper(const DecodeParams& p, const Carved& c, int warp, int lan
     u32 items = 0;
     for (int begin = 0, end;; begin = end) {
         end = begin + list_units(p, c, begin, helper);
-        if (helper == 0) s->listed_end = end;
-        if (helper < kListArrivals) barrier_arrive(shared_address(&s->listed));
+        if (kWarpArrivals == 32 || helper == 0) {
+            if (helper == 0) s->listed_end = end;
+            barrier_arrive(shared_address(&s->listed));
+        }
         if (begin == end) return;
         const bool is_last = is_last_unit(p, c, end - 1);
         if (warp == 0) {
