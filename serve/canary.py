@@ -21,6 +21,7 @@ CANARY_PARAMETERS = {"max_tokens": 1, "priority": 1_000_000}
 INTERVAL_S = 5.0
 TIMEOUT_S = 10.0
 WELL_REFUSED = ("queue:", "unknown model", "no available versions")
+BEAT_S = 2.0  # an idle engine's heart beats once a second
 BUSY_ROUNDS = 8  # canaries that may go unanswered in a row while the heartbeat goes on
 HEARTBEAT = re.compile(r'^nibble_steps_total\{[^}]*engine="([^"]+)"[^}]*\} (\S+)$', re.MULTILINE)
 
@@ -32,13 +33,20 @@ class Canary:
     """Asks every engine in turn in a thread of its own. `failure` is what the supervisor reads."""
 
     def __init__(
-        self, models: Sequence[str], ask: Ask, heartbeat: Heartbeat, *, interval_s: float = INTERVAL_S
+        self,
+        models: Sequence[str],
+        ask: Ask,
+        heartbeat: Heartbeat,
+        *,
+        interval_s: float = INTERVAL_S,
+        beat_s: float = BEAT_S,
     ) -> None:
         """ask: True when the model answered in time. heartbeat: rounds of its engine thread, -1 when out of reach."""
         self._models = models
         self._ask = ask
         self._heartbeat = heartbeat
         self._interval_s = interval_s
+        self._beat_s = beat_s
         self._stop = threading.Event()
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
@@ -63,6 +71,7 @@ class Canary:
                     unanswered[model] = 0
                     continue
                 unanswered[model] += 1
+                self._stop.wait(self._beat_s)
                 self._judge(model, unanswered[model], is_beating=self._heartbeat(model) > before >= 0)
 
     def _judge(self, model: str, unanswered: int, *, is_beating: bool) -> None:

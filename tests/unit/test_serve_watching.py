@@ -25,7 +25,7 @@ def verdict(ask: Callable[[str], bool], heartbeat: Callable[[str], float], round
         done.append(next(asked))
         return ask(model)
 
-    canary = Canary(["llm"], counted, heartbeat, interval_s=0.0005)
+    canary = Canary(["llm"], counted, heartbeat, interval_s=0.0005, beat_s=0.0005)
     canary.start()
     deadline = time.monotonic() + 10
     while len(done) <= rounds and canary.failure() is None and time.monotonic() < deadline:
