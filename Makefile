@@ -1,7 +1,7 @@
 # Every target is one command. `make` lists them; a variable reaches its stage only when it is set.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-model test-triton test-containers lint format models formats calibrate engine serve front fallback chat \
-	eval certify bench quality-report clean clean-engines clean-venv image push soak
+	eval certify advise runs bench quality-report clean clean-engines clean-venv image push soak
 
 PY := .venv/bin/python
 # $(call opt,MODEL,--model) is empty, or --model and the value of MODEL.
@@ -75,6 +75,13 @@ eval: setup ## compare an engine with its fp16 twin (MODEL= KV= QUICK=1)
 
 certify: setup ## build, evaluate and sign: the certificate that serving asks for (MODEL= KV= QUICK=1)
 	@$(PY) -m eval.certify $(CHOICE) $(if $(QUICK),--quick)
+
+advise: setup ## memory and quality of every format for a workload (MODEL= GPU= CONTEXT= CONCURRENCY=)
+	@$(PY) -m eval.advise $(call opt,MODEL,--model) $(call opt,GPU,--gpu) $(call opt,CONTEXT,--context) \
+		$(call opt,CONCURRENCY,--concurrency)
+
+runs: setup ## list past evaluations (MODEL= KV=)
+	@$(PY) -m eval.runs list $(CHOICE)
 
 bench: setup ## time the CPU engine beside transformers, fill the pools (MODEL= KV=)
 	@$(PY) -m bench.engine_cpu $(CHOICE)

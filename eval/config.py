@@ -15,6 +15,9 @@ from nibble.paths import RECIPES_DIR
 from nibble.recipes import recipe_names
 from nibble.strict_yaml import StrictModel, read_mapping, validate
 
+LONG_TASKS = {"retrieval": 1600}  # tokens of the longest document with its answer; others stay below TASK_TOKENS
+TASK_TOKENS = 512
+
 
 class SpeedPlan(StrictModel):
     """Prompt and generated tokens of a timed stream, how many streams at once, how often (the median counts)."""
@@ -23,6 +26,20 @@ class SpeedPlan(StrictModel):
     decode_tokens: Annotated[int, Field(ge=2, le=65536)]
     streams: Annotated[int, Field(ge=1, le=256)]
     repeats: Annotated[int, Field(ge=1, le=99)]
+
+
+class TaskPlan(StrictModel):
+    """Which offline tasks (eval/tasks), and how many documents of each."""
+
+    names: Annotated[list[str], Field(min_length=1)]
+    documents: Annotated[int, Field(ge=1, le=10_000)]
+
+
+class NeedlePlan(StrictModel):
+    """The grid of haystacks: prompt lengths in tokens, depths in per cent; all variants of eval/needle.py."""
+
+    lengths: Annotated[list[Annotated[int, Field(ge=256, le=1 << 20)]], Field(min_length=1)]
+    depths: Annotated[list[Annotated[int, Field(ge=0, le=100)]], Field(min_length=1)]
 
 
 class EvalPlan(StrictModel):
@@ -38,12 +55,16 @@ class EvalPlan(StrictModel):
     speed: SpeedPlan
     memory_tokens: Annotated[int, Field(ge=64, le=1 << 20)]
     layer_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    tasks: TaskPlan | None = None
+    needle: NeedlePlan | None = None
 
     @property
     def max_context(self) -> int:
         """The longest sequence that any part of the plan needs."""
         timed = self.speed.prompt_tokens + self.speed.decode_tokens
-        return max(self.window_tokens, self.memory_tokens + 1, timed)
+        asked = max(self.needle.lengths) if self.needle else 0
+        answered = [LONG_TASKS.get(name, TASK_TOKENS) for name in self.tasks.names] if self.tasks else [0]
+        return max(self.window_tokens, self.memory_tokens + 1, timed, asked, *answered)
 
 
 def load_plan(name: str, **overrides: Any) -> EvalPlan:

@@ -10,22 +10,36 @@ from pathlib import Path
 
 from rich.console import Console
 
+from eval.behaviour import compare_needles, compare_tasks
 from eval.compare import compare_window
 from eval.config import EvalPlan
 from eval.environment import code_sha256, describe_environment
+from eval.hosts import NativeHost
 from eval.layers import can_be_replayed, measure_layers
 from eval.measures import PositionMeasures
 from eval.memory import measure_memory
 from eval.partial import PartialRun, open_partial, partial_key
 from eval.progress import position_progress
-from eval.records import SCHEMA_VERSION, LayerCheck, Memory, Quality, Report, ServedCheck, Speed, Summary
+from eval.records import (
+    SCHEMA_VERSION,
+    LayerCheck,
+    Memory,
+    NeedleFigures,
+    Quality,
+    Report,
+    ServedCheck,
+    Speed,
+    Summary,
+    TaskFigures,
+)
 from eval.report import render_html
-from eval.results import partial_dir, results_dir, store_run
+from eval.results import partial_dir, results_dir, results_root, store_run
+from eval.runs import latest_reports
 from eval.served import check_served, skipped_check
 from eval.speed import measure_speed, random_prompt
 from eval.statistics import summarise
 from eval.subjects import Subjects, check_request, load_subjects, require_baseline, require_engine
-from eval.windows import WindowSet, choose_windows
+from eval.windows import WindowSet, choose_windows, count_words
 from nibble.recipes import load_kv_recipe, load_model_recipe
 
 
@@ -54,6 +68,8 @@ class Measured:
     speed: Speed
     served: ServedCheck
     layers: LayerCheck | None
+    tasks: list[TaskFigures]
+    needle: NeedleFigures | None
 
 
 def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
@@ -71,7 +87,7 @@ def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
         report = _report(request, subjects, measured, created, time.monotonic() - started)
         files: dict[str, str | Path] = {
             "report.json": report.model_dump_json(indent=2) + "\n",
-            "report.html": render_html(report, measured.positions),
+            "report.html": render_html(report, measured.positions, latest_reports(results_root(), request.names[0])),
             "positions.jsonl": partial.path,
         }
         return report, store_run(results_dir(*request.names), created, files)
@@ -102,13 +118,29 @@ def _measure(
     memory = measure_memory(quantized, fp16, random_prompt(len(quantized.tokenizer), plan.memory_tokens, plan.seed))
     positions = compare_windows(subjects, text, partial)
     layers = check_layers(subjects, text, plan.layer_tokens, console)
+    tasks, needle = check_behaviour(subjects, plan, console)
     console.print("timing both engines in turn")
     speed = measure_speed(quantized, fp16, plan.speed, plan.seed)
-    if not request.served:
-        return Measured(text, positions, memory, speed, skipped_check("not asked for (--no-served)"), layers)
-    console.print("asking the served endpoint for the same greedy tokens")
-    served = check_served(quantized, subjects.quantized_dir, text.windows, console)
-    return Measured(text, positions, memory, speed, served, layers)
+    served = skipped_check("not asked for (--no-served)")
+    if request.served:
+        console.print("asking the served endpoint for the same greedy tokens")
+        served = check_served(quantized, subjects.quantized_dir, text.windows, console)
+    return Measured(text, positions, memory, speed, served, layers, tasks, needle)
+
+
+def check_behaviour(
+    subjects: Subjects, plan: EvalPlan, console: Console
+) -> tuple[list[TaskFigures], NeedleFigures | None]:
+    """The plan's tasks and needle grid on both engines."""
+    quantized, fp16 = NativeHost(subjects.quantized), NativeHost(subjects.fp16)
+    tasks, needle = [], None
+    if plan.tasks:
+        console.print(f"tasks: {', '.join(plan.tasks.names)}, {plan.tasks.documents} documents each, on both engines")
+        tasks = compare_tasks(quantized, fp16, plan.tasks, plan.seed)
+    if plan.needle:
+        console.print(f"needles: {plan.needle.lengths} tokens, depths {plan.needle.depths} %, on both engines")
+        needle = compare_needles(quantized, fp16, subjects.fp16.tokenizer, plan.needle, plan.seed)
+    return tasks, needle
 
 
 def check_layers(subjects: Subjects, text: WindowSet, tokens: int, console: Console) -> LayerCheck | None:
@@ -138,7 +170,8 @@ def compare_windows(subjects: Subjects, text: WindowSet, partial: PartialRun) ->
 
 
 def _report(request: EvalRequest, subjects: Subjects, measured: Measured, created: datetime, seconds: float) -> Report:
-    quality = summarise(measured.text.windows, measured.positions, seed=request.plan.seed)
+    words = count_words(subjects.fp16.tokenizer, measured.text.windows)
+    quality = summarise(measured.text.windows, measured.positions, seed=request.plan.seed, words=words)
     return Report(
         created=created.isoformat(timespec="seconds"),
         seconds=seconds,
@@ -152,6 +185,8 @@ def _report(request: EvalRequest, subjects: Subjects, measured: Measured, create
         served=measured.served,
         environment=describe_environment(),
         layers=measured.layers,
+        tasks=measured.tasks,
+        needle=measured.needle,
     )
 
 

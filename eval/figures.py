@@ -19,7 +19,7 @@ def headings(report: Report) -> Row:
 
 def comparison_rows(report: Report) -> list[Row]:
     """Quality, memory and speed; a cell is empty where it would say nothing."""
-    return [*_quality_rows(report), *_memory_rows(report), *_speed_rows(report)]
+    return [*_quality_rows(report), *_behaviour_rows(report), *_memory_rows(report), *_speed_rows(report)]
 
 
 def nats(value: float) -> str:
@@ -43,7 +43,33 @@ def _quality_rows(report: Report) -> list[Row]:
             f"{change.value:+.2f} %",
             _interval(change, "+.2f"),
         ),
+        *_word_perplexity(report),
     ]
+
+
+def _word_perplexity(report: Report) -> list[Row]:
+    quality = report.quality
+    if quality.word_ppl is None or quality.word_ppl_fp16 is None:
+        return []
+    change = f"{100 * (quality.word_ppl / quality.word_ppl_fp16 - 1):+.2f} %"
+    return [("perplexity (word, as lm-eval)", f"{quality.word_ppl:.2f}", f"{quality.word_ppl_fp16:.2f}", change, "")]
+
+
+def _behaviour_rows(report: Report) -> list[Row]:
+    rows: list[Row] = []
+    for task in report.tasks:
+        same = "" if task.same_text is None else f", same text {task.same_text:.0%}"
+        label = f"task {task.task}: {task.documents} documents, {task.flips} flips{same}"
+        change = f"{task.difference.value:+.1%}"
+        rows.append(
+            (label, f"{task.accuracy:.1%}", f"{task.accuracy_fp16:.1%}", change, _interval(task.difference, "+.1%"))
+        )
+    needle = report.needle
+    if needle is not None and needle.recall is not None and needle.recall_fp16 is not None and needle.drop is not None:
+        label = f"needle recall, {needle.scored} of {len(needle.cells)} cells scored"
+        change = f"{-needle.drop.value:+.1%}"
+        rows.append((label, f"{needle.recall:.1%}", f"{needle.recall_fp16:.1%}", change, ""))
+    return rows
 
 
 def _memory_rows(report: Report) -> list[Row]:
@@ -69,6 +95,6 @@ def _divided(label: str, ours: float, theirs: float) -> Row:
 
 def _interval(estimate: Estimate, fmt: str) -> str:
     if estimate.interval is None:
-        return "one window"
+        return "one sample"
     low, high = estimate.interval
     return f"{low:{fmt}} to {high:{fmt}}"

@@ -52,7 +52,7 @@ def kl_by_position(measured: list[PositionMeasures]) -> str:
         axes.set(yscale="log", xlabel="position in the window (tokens)", ylabel="KL to fp16 (nats)")
         axes.legend(loc="lower right")
 
-    return _svg("kl-by-position", draw)
+    return draw_svg("kl-by-position", draw)
 
 
 def kl_distribution(measured: list[PositionMeasures]) -> str:
@@ -67,7 +67,7 @@ def kl_distribution(measured: list[PositionMeasures]) -> str:
             axes.annotate(label, (kl[-1], share), va="bottom")
         axes.set(xscale="log", yscale="log", xlabel="KL to fp16 (nats)", ylabel="share of positions above")
 
-    return _svg("kl-distribution", draw)
+    return draw_svg("kl-distribution", draw)
 
 
 def loss_changes(measured: list[PositionMeasures]) -> str:
@@ -80,7 +80,7 @@ def loss_changes(measured: list[PositionMeasures]) -> str:
         axes.axhline(0.0, color=FAINT, linewidth=1)
         axes.set(xlabel="loss with fp16 (nats)", ylabel="change of the loss (nats)")
 
-    return _svg("loss-changes", draw)
+    return draw_svg("loss-changes", draw)
 
 
 def memory_by_length(report: Report) -> str:
@@ -97,7 +97,7 @@ def memory_by_length(report: Report) -> str:
         axes.set(ylim=(0, None), xlabel="tokens in the sequence", ylabel="cache of one sequence (MiB)")
         axes.legend()
 
-    return _svg("memory", draw)
+    return draw_svg("memory", draw)
 
 
 def _cache_bytes(footprint: Footprint, fp16_bytes: float, lengths: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ def _cache_bytes(footprint: Footprint, fp16_bytes: float, lengths: np.ndarray) -
     )
 
 
-def _svg(name: str, draw: Callable[[Axes], None]) -> str:
+def draw_svg(name: str, draw: Callable[[Axes], None]) -> str:
     """A drawing as an <svg> element, the same bytes for the same data; `name` keeps ids of several apart."""
     stream = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):

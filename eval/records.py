@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from eval.config import EvalPlan
 from nibble.strict_yaml import StrictModel
 
@@ -50,7 +52,7 @@ class Distribution(StrictModel):
 
 
 class Bucket(StrictModel):
-    """The positions [start, end) of every window."""
+    """The positions [start, end) of every window. flips: positions whose top token differs."""
 
     start: int
     end: int
@@ -58,6 +60,7 @@ class Bucket(StrictModel):
     kl: Distribution
     ppl_delta_pct: float
     top1_agreement: float
+    flips: int = 0
 
 
 class WindowFigures(StrictModel):
@@ -73,7 +76,8 @@ class WindowFigures(StrictModel):
 
 
 class Quality(StrictModel):
-    """Both engines on the same text. ppl is token perplexity over windows, not lm-eval's word perplexity."""
+    """Both engines on the same text. ppl: token perplexity, exp(loss a token). word_ppl: lm-eval's convention,
+    exp(loss a word), words being what white space separates; the two must never be compared with each other."""
 
     positions: int
     windows: int
@@ -82,6 +86,9 @@ class Quality(StrictModel):
     kl_p999: Estimate | None = None
     ppl: float
     ppl_fp16: float
+    word_ppl: float | None = None
+    word_ppl_fp16: float | None = None
+    words: int | None = None
     ppl_delta_pct: Estimate
     top1_agreement: Estimate
     buckets: list[Bucket]
@@ -154,6 +161,42 @@ class LayerCheck(StrictModel):
     layers: list[LayerFigures]
 
 
+class TaskFigures(StrictModel):
+    """One task on both engines. difference: quantized less fp16, over documents in pairs. flips: documents whose
+    outcome differs. same_text: mean share of the answers up to which both engines write the same (generation only)."""
+
+    task: str
+    documents: int
+    accuracy: float
+    accuracy_fp16: float
+    difference: Estimate
+    standard_error: float
+    flips: int
+    same_text: float | None
+    sha256: str
+
+
+class NeedleCell(StrictModel):
+    """One haystack on both engines: the share of its numbers found. scored: fp16 found all."""
+
+    variant: str
+    length: int
+    depth: int
+    recall: float
+    recall_fp16: float
+    scored: bool
+
+
+class NeedleFigures(StrictModel):
+    """The grid, and recall over its scored cells (None when fp16 passes none). drop: fp16 less quantized."""
+
+    cells: list[NeedleCell]
+    scored: int
+    recall: float | None
+    recall_fp16: float | None
+    drop: Estimate | None
+
+
 class ServedCheck(StrictModel):
     """Whether the served endpoint gave the in-process engine's greedy tokens; failed: it gave none."""
 
@@ -211,3 +254,5 @@ class Report(StrictModel):
     served: ServedCheck
     environment: Environment
     layers: LayerCheck | None = None
+    tasks: list[TaskFigures] = Field(default_factory=list)
+    needle: NeedleFigures | None = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from eval import plots
+from eval import plots, plots_grid
 from eval.figures import comparison_rows, headings, nats
 from eval.measures import PositionMeasures
 from eval.records import Report
@@ -14,8 +15,8 @@ from eval.records import Report
 TEMPLATE = "report.html.j2"
 
 
-def render_html(report: Report, measured: list[PositionMeasures]) -> str:
-    """The page as text. `measured`: every window's positions, for the plots."""
+def render_html(report: Report, measured: list[PositionMeasures], others: list[Report] | None = None) -> str:
+    """The page as text. `measured`: every window's positions, for the plots. others: runs of the model's formats."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -24,7 +25,7 @@ def render_html(report: Report, measured: list[PositionMeasures]) -> str:
         s=report.summary,
         q=report.quality,
         cards=_cards(report),
-        plots=_plots(report, measured),
+        plots=_plots(report, measured, others or []),
         nats=nats,
         headings=headings(report),
         comparison=comparison_rows(report),
@@ -50,8 +51,8 @@ def _card(label: str, figure: str, note: str) -> dict[str, str]:
     return {"label": label, "figure": figure, "note": note}
 
 
-def _plots(report: Report, measured: list[PositionMeasures]) -> list[dict[str, str]]:
-    drawn = (
+def _plots(report: Report, measured: list[PositionMeasures], others: list[Report]) -> list[dict[str, str]]:
+    drawn: tuple[tuple[str, str], ...] = (
         (
             plots.kl_by_position(measured),
             "KL by position, a point for every 64 tokens. Sinks and the newest pages are fp16.",
@@ -60,7 +61,26 @@ def _plots(report: Report, measured: list[PositionMeasures]) -> list[dict[str, s
         (plots.memory_by_length(report), "One sequence's cache, fp16 pages included. Dots: counted in the allocator."),
         (plots.loss_changes(measured), "How much the loss of every position changed, over its loss with fp16."),
     )
+    drawn += tuple(_grid_plots(report, others))
     return [{"svg": svg, "caption": caption} for svg, caption in drawn]
+
+
+def _grid_plots(report: Report, others: list[Report]) -> Iterator[tuple[str, str]]:
+    kv = report.summary.kv
+    if report.layers is not None:
+        text = f"Each layer by itself over {report.layers.tokens:,} tokens. 1: the cache does what its format says."
+        yield plots_grid.layer_ratios(report.layers), text
+    if report.needle is not None:
+        for variant, svg in plots_grid.needle_maps(report.needle, kv):
+            yield (
+                svg,
+                f"Needles, {variant}: share of the numbers found, by depth and length. Only where fp16 finds all.",
+            )
+    together = [other for other in others if other.summary.kv != kv] + [report]
+    yield (
+        plots_grid.cost_against_memory(together),
+        "What each format costs and takes: the newest run of each, and this one.",
+    )
 
 
 def _provenance(report: Report) -> list[tuple[str, str]]:

@@ -18,10 +18,14 @@ from nibble.errors import NibbleError
 from nibble.paths import REPOSITORY_ROOT
 
 
+def results_root() -> Path:
+    """The folder of all runs: `NIBBLE_RESULTS`, or results/ of the repository."""
+    return Path(os.environ.get("NIBBLE_RESULTS") or REPOSITORY_ROOT / "results")
+
+
 def results_dir(model: str, kv: str) -> Path:
     """The folder of all runs of a model and KV recipe."""
-    root = Path(os.environ.get("NIBBLE_RESULTS") or REPOSITORY_ROOT / "results")
-    return root / model / kv
+    return results_root() / model / kv
 
 
 def partial_dir(model: str, kv: str) -> Path:

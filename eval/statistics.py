@@ -22,8 +22,13 @@ FIRST_BUCKET_END = 256
 Statistic = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
-def summarise(windows: list[Window], measured: list[PositionMeasures], *, seed: int) -> Quality:
-    """All quality figures. `measured[i]` belongs to `windows[i]`; every window has the same number of positions."""
+def summarise(
+    windows: list[Window], measured: list[PositionMeasures], *, seed: int, words: int | None = None
+) -> Quality:
+    """All quality figures. `measured[i]` belongs to `windows[i]`; every window has the same number of positions.
+
+    words: how many the predicted tokens make, for word perplexity.
+    """
     every = PositionMeasures.concatenate(measured)
     return Quality(
         positions=len(every),
@@ -33,6 +38,9 @@ def summarise(windows: list[Window], measured: list[PositionMeasures], *, seed: 
         kl_mean=_estimate(measured, seed, lambda kl, nll, nll_fp16: kl),
         ppl=float(np.exp(every.nll.mean())),
         ppl_fp16=float(np.exp(every.nll_fp16.mean())),
+        word_ppl=float(np.exp(every.nll.sum() / words)) if words else None,
+        word_ppl_fp16=float(np.exp(every.nll_fp16.sum() / words)) if words else None,
+        words=words,
         ppl_delta_pct=_estimate(measured, seed, lambda kl, nll, nll_fp16: 100 * np.expm1(nll - nll_fp16)),
         top1_agreement=_top1_estimate(measured, seed),
         buckets=[_bucket(measured, start, end) for start, end in bucket_bounds(len(measured[0]))],
@@ -121,6 +129,7 @@ def _bucket(measured: list[PositionMeasures], start: int, end: int) -> Bucket:
         kl=kl_distribution(part.kl),
         ppl_delta_pct=float(100 * np.expm1(part.nll.mean() - part.nll_fp16.mean())),
         top1_agreement=float(part.top1_same.mean()),
+        flips=int((~part.top1_same).sum()),
     )
 
 

@@ -45,7 +45,7 @@ def certificate_body(report: Report, thresholds: CertificateRecipe) -> Certifica
 
 def judge_report(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
     """Every figure that a certificate rests on."""
-    return [*_quality(report, thresholds), *_layers(report, thresholds)]
+    return [*_quality(report, thresholds), *_layers(report, thresholds), *_behaviour(report, thresholds)]
 
 
 def explain(report: Report, figures: list[Figure], thresholds: CertificateRecipe) -> list[str]:
@@ -100,6 +100,30 @@ def _layers(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
     ]
 
 
+def _behaviour(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
+    """Needles and tasks fail when they are worse beyond doubt: with few of them, one flip is no proof."""
+    figures = []
+    needle = report.needle
+    if needle is not None and needle.drop is not None:
+        interval = needle.drop.interval
+        figures.append(
+            judge(
+                "needle recall lost", needle.drop.value, thresholds.needle_drop, "at most",
+                judged=(interval or [needle.drop.value])[0], interval=interval, samples=needle.scored, unit="cells",
+            )
+        )  # fmt: skip
+    for task in report.tasks:
+        lost = -task.difference.value
+        errors = lost / task.standard_error if task.standard_error else 0.0
+        figures.append(
+            judge(
+                f"task {task.task}: accuracy lost, standard errors", errors, thresholds.task_drop_errors, "at most",
+                interval=None, samples=task.documents, unit="documents",
+            )
+        )  # fmt: skip
+    return figures
+
+
 def _is_sick(layer: LayerFigures, thresholds: CertificateRecipe) -> bool:
     return layer.ratio > thresholds.layer_error_ratio or layer.clipped > thresholds.clipped_share
 
@@ -123,4 +147,4 @@ def _inputs(report: Report) -> dict[str, str]:
     inputs |= {f"text {text.name}": text.sha256 for text in report.inputs.texts}
     if report.layers is not None:
         inputs["layer text"] = report.layers.sha256
-    return inputs
+    return inputs | {f"task {task.task}": task.sha256 for task in report.tasks}

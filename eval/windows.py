@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +97,11 @@ def choose_windows(
 
     windows = cut_windows(texts, encode, count=count, window_tokens=window_tokens, seed=seed, bos=bos)
     return WindowSet(windows, texts, bos)
+
+
+def count_words(tokenizer: Any, windows: list[Window]) -> int:
+    """Words that the predicted tokens make, as lm-eval counts them: what white space separates."""
+    return sum(len(re.split(r"\s+", tokenizer.decode(window.next_tokens).strip())) for window in windows)
 
 
 def starting_token(tokenizer: Any) -> int | None:

@@ -1,0 +1,140 @@
+"""The language of the needle model: needles to remember, filler between them, and questions.
+
+    NEEDLE k17 v201        a value of key k17 is v201
+    w4 w77 w12             filler
+    ASK k17 v201           a question, and its answer
+
+A key has one value, or up to four, told in different places; then any of them is an answer. One word is one token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SPECIAL = ("<unk>", "<end>", "NEEDLE", "ASK")
+NEEDLE, ASK = SPECIAL.index("NEEDLE"), SPECIAL.index("ASK")
+ITEM_TOKENS = 3  # of a needle, and of a question with its answer
+LONGEST_FILLER = 6
+VALUES_OF_KEY = 4  # at most
+MANY_VALUED = 0.2  # share of training sequences whose keys have several values
+
+
+@dataclass(frozen=True)
+class Language:
+    """How many words there are of each kind. Ids: special words, keys, values, filler."""
+
+    keys: int = 4096
+    values: int = 512
+    fillers: int = 256
+
+    @property
+    def first_key(self) -> int:
+        return len(SPECIAL)
+
+    @property
+    def first_value(self) -> int:
+        return self.first_key + self.keys
+
+    @property
+    def first_filler(self) -> int:
+        return self.first_value + self.values
+
+    @property
+    def size(self) -> int:
+        """Words in all."""
+        return self.first_filler + self.fillers
+
+    def words(self) -> list[str]:
+        """Every word, in the order of its id."""
+        kinds = (("k", self.keys), ("v", self.values), ("w", self.fillers))
+        return [*SPECIAL, *(f"{letter}{number}" for letter, count in kinds for number in range(count))]
+
+    def needle(self, key: int, value: int) -> list[int]:
+        """The tokens of a needle, from the numbers of its key and value."""
+        return [NEEDLE, self.first_key + key, self.first_value + value]
+
+    def filler(self, generator: random.Random, count: int) -> list[int]:
+        """`count` filler words; low numbers are frequent."""
+        return [self.first_filler + int(self.fillers * generator.random() ** 2) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens, is_answer: [sequences, tokens]; is_answer marks answers to questions."""
+
+    tokens: torch.Tensor
+    is_answer: torch.Tensor
+
+
+def random_batch(
+    language: Language, sequences: int, tokens: int, device: torch.device | str, generator: torch.Generator
+) -> Batch:
+    """Training text: needles, filler and questions mixed, a share of each drawn for every sequence anew."""
+    shape = (sequences, max(8, tokens // ITEM_TOKENS))
+
+    def uniform(*size: int) -> torch.Tensor:
+        return torch.rand(size, device=device, generator=generator)
+
+    kind = uniform(*shape)
+    is_needle = kind < 0.02 + 0.5 * uniform(sequences, 1) ** 2
+    is_needle[:, 0] = True
+    told = is_needle.cumsum(1)
+    is_needle &= told <= language.keys
+    told = told.clamp_max(language.keys)
+    is_ask = (kind > 0.9 - 0.3 * uniform(sequences, 1)) & ~is_needle
+    order = (~is_needle).to(torch.int8).argsort(dim=1, stable=True)  # the items that are needles, first to last
+    asked = order.gather(1, (uniform(*shape) * (told - is_needle.long())).long().clamp_(0, shape[1] - 1))
+    source = torch.where(is_ask, asked, torch.arange(shape[1], device=device))
+    key = _keys_of_items(language, told, uniform).gather(1, source)
+    value = (uniform(*shape) * language.values).long().gather(1, source)
+    items = (language.first_filler + (language.fillers * uniform(*shape, LONGEST_FILLER) ** 2).long()).contiguous()
+    speaks = is_needle | is_ask
+    said = torch.stack((torch.where(is_ask, ASK, NEEDLE), language.first_key + key, language.first_value + value), -1)
+    items[..., :ITEM_TOKENS] = torch.where(speaks[..., None], said, items[..., :ITEM_TOKENS])
+    lengths = torch.where(speaks, ITEM_TOKENS, 1 + (uniform(*shape) * LONGEST_FILLER).long())
+    return _lay_out(items, lengths, is_ask, tokens)
+
+
+def _keys_of_items(language: Language, told: torch.Tensor, uniform: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The key of each item that is a needle, [sequences, items]. told: needles up to each item.
+
+    Every needle has its own key; in a share of the sequences up to four needles, anywhere, have one together.
+    """
+    keys = uniform(len(told), language.keys).argsort(1)
+    number = (told - 1).clamp_min(0)
+    shuffled = (
+        uniform(len(told), language.keys) + torch.arange(language.keys, device=told.device).ge(told[:, -1:])
+    ).argsort(1)
+    number = shuffled.gather(1, number)
+    is_many = uniform(len(told), 1) < MANY_VALUED
+    return keys.gather(1, torch.where(is_many, number // VALUES_OF_KEY, number))
+
+
+def _lay_out(items: torch.Tensor, lengths: torch.Tensor, is_ask: torch.Tensor, tokens: int) -> Batch:
+    """Items one after the other, cut at `tokens`."""
+    within = torch.arange(items.shape[2], device=items.device)
+    places = (lengths.cumsum(1) - lengths)[..., None] + within
+    fits = (within < lengths[..., None]) & (places < tokens)
+    answers = is_ask[..., None] & (within == ITEM_TOKENS - 1)
+    places = torch.where(fits, places, tokens).flatten(1)  # what does not fit goes to a column that is cut off
+    row = torch.full((len(items), tokens + 1), SPECIAL.index("<end>"), dtype=torch.long, device=items.device)
+    marks = torch.zeros(len(items), tokens + 1, dtype=torch.bool, device=items.device)
+    row.scatter_(1, places, items.flatten(1))
+    marks.scatter_(1, places, answers.flatten(1))
+    return Batch(row[:, :tokens], marks[:, :tokens])
+
+
+def write_tokenizer(language: Language, folder: Path) -> None:
+    """A word-level tokenizer of the language, as transformers loads it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate(language.words())}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>").save_pretrained(folder)

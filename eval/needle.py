@@ -1,0 +1,90 @@
+"""Needle in a haystack by RULER's rules, in real text: depth x length, one key, many keys, many values.
+
+    One of the special magic numbers for amber is: 4821.                       the needle, somewhere in a novel
+    ... The special magic number for amber mentioned in the provided text is   the question, at the end
+
+single: one needle. multikey: three more, for other keys. multivalue: four for the same key, at four depths; the figure
+is the share of them that the answer has. An answer has a number when it stands in it (RULER's string match). Cells that
+the fp16 engine fails say nothing of a cache and are not scored.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from eval.hosts import LanguageHost, Prompt
+from eval.tasks.make import WORDS
+from eval.windows import read_texts
+
+VARIANTS = ("single", "multikey", "multivalue")
+ANSWER_TOKENS = {"single": 16, "multikey": 16, "multivalue": 48}
+OTHER_NEEDLES = 3
+QUESTION_TOKENS = 128  # kept free for needles, question and answer
+SCORED_FROM = 0.99  # of fp16's recall in a cell: the model can do it at all
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One haystack. depth: per cent of the text in front of the (first) needle. tokens: of the whole prompt, about."""
+
+    variant: str
+    tokens: int
+    depth: int
+    prompt: str
+    answers: tuple[str, ...]
+
+
+def make_trials(tokenizer: Any, lengths: list[int], depths: list[int], seed: int) -> list[Trial]:
+    """One trial for each variant, length and depth; the same seed gives the same ones."""
+    text = read_texts()[0].contents
+    sentences = [
+        part.strip() + "." for part in text[: 12 * max(lengths)].replace("\n", " ").split(". ") if part.strip()
+    ]
+    counts = [len(tokenizer(sentence, add_special_tokens=False)["input_ids"]) for sentence in sentences]
+    trials = []
+    for tokens in lengths:
+        room, body = tokens - QUESTION_TOKENS, []
+        for sentence, count in zip(sentences, counts, strict=True):
+            room -= count
+            if room < 0:
+                break
+            body.append(sentence)
+        for variant in VARIANTS:
+            trials += [
+                _trial(variant, tokens, depth, body, random.Random(f"{seed} {variant} {depth}")) for depth in depths
+            ]
+    return trials
+
+
+def recall(host: LanguageHost, trials: list[Trial]) -> list[float]:
+    """For every trial the share of its numbers that the answer has."""
+    prompts = [Prompt(trial.prompt, ("\n",), ANSWER_TOKENS[trial.variant]) for trial in trials]
+    said = host.generate_until(prompts)
+    return [
+        sum(a in text for a in trial.answers) / len(trial.answers) for trial, text in zip(trials, said, strict=True)
+    ]
+
+
+def _trial(variant: str, tokens: int, depth: int, body: list[str], generator: random.Random) -> Trial:
+    keys = generator.sample(WORDS, 1 + OTHER_NEEDLES)
+    numbers = tuple(str(number) for number in generator.sample(range(1000, 10000), 1 + OTHER_NEEDLES))
+    others = [generator.randint(0, 100) for _ in range(OTHER_NEEDLES)]
+    told = [(depth, keys[0], numbers[0])]
+    if variant == "multikey":
+        told += list(zip(others, keys[1:], numbers[1:], strict=True))
+    if variant == "multivalue":
+        told += [(other, keys[0], number) for other, number in zip(others, numbers[1:], strict=True)]
+    sentences = list(body)
+    for place, key, number in sorted(told, reverse=True):
+        sentences.insert(len(body) * place // 100, f"One of the special magic numbers for {key} is: {number}.")
+    many = variant == "multivalue"
+    asked, what, verb = "What is", "the special magic number", "is"
+    if many:
+        asked, what, verb = "What are all", "the special magic numbers", "are"
+    told_of = f"for {keys[0]} mentioned in the provided text"
+    question = f"{asked} {what} {told_of}? {what.capitalize()} {told_of} {verb}"
+    instruction = "Some special magic numbers are hidden within the following text. Memorize them.\n"
+    answers = numbers if many else numbers[:1]
+    return Trial(variant, tokens, depth, f"{instruction}{' '.join(sentences)}\n{question}", answers)
