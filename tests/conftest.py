@@ -22,6 +22,13 @@ TINY_CHAT_TEMPLATE = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers: what needs the real model or Triton stays together on one, other files are spread."""
+    for item in items:
+        is_heavy = any(item.get_closest_marker(name) for name in ("model", "triton"))
+        item.add_marker(pytest.mark.xdist_group("real model" if is_heavy else item.path.name))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def signing_key_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test makes or reads the user's own signing key."""

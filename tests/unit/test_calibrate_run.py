@@ -197,7 +197,7 @@ def test_reading_names_what_is_missing_or_does_not_fit(finished: Path, tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nonsense"], "allowed llama-70b"),
+        (["--model", "nonsense"], "allowed gemma3-270m, llama-70b"),
         (["--model", "smollm2-135m", "--prompts", "missing.txt"], "can't be read"),
         (["--model", "smollm2-135m", "--max-tokens", "0"], "--max-tokens: got 0"),
     ],
