@@ -22,13 +22,6 @@ TINY_CHAT_TEMPLATE = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers: what needs the real model or Triton stays together on one, other files are spread."""
-    for item in items:
-        is_heavy = any(item.get_closest_marker(name) for name in ("model", "triton"))
-        item.add_marker(pytest.mark.xdist_group("real model" if is_heavy else item.path.name))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def signing_key_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test makes or reads the user's own signing key."""
@@ -107,7 +100,8 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the gpu tier, with its reason, where there is no GPU."""
+    """Skip the gpu tier, with its reason, where there is no GPU; share the tests out between workers."""
+    _group_for_workers(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -116,3 +110,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="gpu tier: torch finds no CUDA device"))
+
+
+def _group_for_workers(items: list[pytest.Item]) -> None:
+    """What needs the real model or Triton stays together on one worker; other files are spread."""
+    for item in items:
+        is_heavy = any(item.get_closest_marker(name) for name in ("model", "triton"))
+        item.add_marker(pytest.mark.xdist_group("real model" if is_heavy else item.path.name))
