@@ -20,7 +20,8 @@ import torch
 from torch.nn.functional import linear
 
 from bench.attention_cache import graph_median_us, read_bandwidth
-from nibble.runtime.linear_kernels import SHARES_FILE, Share, multiply_shares
+from nibble.runtime.decoder_products import SHARES_FILE, Share
+from nibble.runtime.linear_kernels import multiply_shares
 
 RESULTS = Path(__file__).parent / "results" / "linear.json"
 LAUNCHES_READ_BYTES = 600_000_000  # of one graph, at least

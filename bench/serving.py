@@ -2,7 +2,8 @@
 token, closed loops of clients; for each KV format, with dummy weights.
 
     python -m bench.serving --model llama-8b --kv fp16 int4                 # into bench/results/serving.json
-    python -m bench.serving --only step --plot docs/serving.png
+    python -m bench.serving --kv int8 --only step                           # beside the records that are there
+    python -m bench.serving_plot                                            # docs/serving.png from the records
 
     step       decode steps at a batch and a context, beside the time that reading weights and cache would take
     capacity   how many requests of a context fit, and the step at fp16's most, at twice that, and at the format's own
@@ -54,8 +55,8 @@ class Record:
     concurrency: int
     tokens_per_s: float
     ttft_p50_ms: float | None
-    tpot_p50_ms: float
-    tpot_p99_ms: float
+    tpot_p50_ms: float | None
+    tpot_p99_ms: float | None
     max_running: int | None
     kv_bytes: int
     roofline_ratio: float | None
@@ -82,6 +83,8 @@ class Bench:
             "kv": engine.kv_name,
             "gpus": 1,
             "ttft_p50_ms": None,
+            "tpot_p50_ms": None,
+            "tpot_p99_ms": None,
             "max_running": None,
             "roofline_ratio": None,
             "host_share": None,
@@ -186,7 +189,6 @@ def measure_first_token(bench: Bench, kv: str, prompt: int = 8192) -> Iterator[R
     first = statistics.median(times[2:])
     yield bench.record(
         "first", engine, input=prompt, output=1, concurrency=1, tokens_per_s=prompt / first * 1e3, ttft_p50_ms=first,
-        tpot_p50_ms=0.0, tpot_p99_ms=0.0,
     )  # fmt: skip
 
 

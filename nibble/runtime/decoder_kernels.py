@@ -7,7 +7,7 @@ Products may come in `PARTS`, fp32, that are still to be added up (`nibble.runti
 from __future__ import annotations
 
 # Functions for the device have no types to check: Triton traces them.
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, attr-defined"
 from functools import lru_cache
 
 import torch

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS
 from nibble.kernels.decode import DecodeWorkspace
+from nibble.kernels.instances import MAX_BATCH
 from nibble.runtime.cache import CacheSpec, CacheStorage, PoolSizes
 from nibble.runtime.cuda_backend import AttentionKernels, CudaBackend
 from nibble.runtime.decode_graphs import DecodeGraphs
@@ -57,6 +59,8 @@ class DeviceRunner:
         uses_graphs: bool = True,
     ) -> None:
         check_model(weights.config, spec, limits)
+        if limits.max_running > MAX_BATCH:
+            raise NibbleError(f"max_running: got {limits.max_running}, allowed up to {MAX_BATCH} on a GPU")
         self.device = weights.norm.device
         self.vocabulary = weights.shape.vocabulary
         self.pool_sizes = PoolSizes.for_limits(spec, limits, free_for_pages(weights, limits))

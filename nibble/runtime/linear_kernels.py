@@ -10,31 +10,13 @@ from __future__ import annotations
 
 # Functions for the device have no types to check: Triton traces them.
 # mypy: disable-error-code="no-untyped-def"
-import json
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nibble.runtime.decoder_kernels import can_overlap
-
-SHARES_FILE = Path(__file__).with_name("shares.json")
-
-
-@dataclass(frozen=True)
-class Share:
-    """rows: of the weight, as powers of two; parts of k; depth: of a step over k; stages in flight; warps."""
-
-    rows: tuple[int, ...]
-    parts: int
-    depth: int
-    stages: int
-    warps: int = 4
+from nibble.runtime.decoder_products import Share
 
 
 @triton.jit
@@ -91,23 +73,3 @@ def multiply_shares(x: torch.Tensor, weight: torch.Tensor, share: Share) -> torc
         share.parts, share.stages, overlaps, num_warps=share.warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out
-
-
-def choose_share(x: torch.Tensor, weight: torch.Tensor) -> Share | None:
-    """The share that was measured to be faster than the library for these shapes; None where the library is."""
-    if x.dtype is not torch.bfloat16 or not can_overlap(x.device):
-        return None
-    return next((share for most, share in _shares_of(*weight.shape) if x.shape[0] <= most), None)
-
-
-@lru_cache
-def _shares_of(rows: int, width: int) -> list[tuple[int, Share]]:
-    """(most tokens, share), fewest tokens first."""
-    entries = [entry for entry in _read_table() if (entry["rows"], entry["width"]) == (rows, width)]
-    ordered = sorted(entries, key=lambda entry: entry["most_tokens"])
-    return [(e["most_tokens"], Share(**{**e["share"], "rows": tuple(e["share"]["rows"])})) for e in ordered]
-
-
-def _read_table() -> list[dict[str, Any]]:
-    """Written by bench/linear.py; without it the library does it all."""
-    return json.loads(SHARES_FILE.read_text()) if SHARES_FILE.is_file() else []

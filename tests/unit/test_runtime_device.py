@@ -12,6 +12,7 @@ from nibble.errors import NibbleError
 from nibble.formats import FORMATS
 from nibble.runtime import Engine, EngineLimits, FinishReason, SamplingParams
 from nibble.runtime.cache import CacheSpec, PoolSizes
+from nibble.runtime.decoder_products import choose_share, read_table, shares_of
 from nibble.runtime.decoder_weights import FAMILIES, DecoderWeights
 from nibble.runtime.device import choose_device
 from nibble.runtime.device_step import batch_buckets
@@ -158,3 +159,13 @@ def test_weights_stream_from_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(NibbleError, match="can't be read"):
         load_decoder_weights(tmp_path, "auto", CPU)
+
+
+def test_shares_of_the_table_are_whole_and_fit_a_multiprocessor() -> None:
+    assert read_table(), "bench/linear.py writes it"
+    for entry in read_table():
+        for most_tokens, share in shares_of(entry["rows"], entry["width"]):
+            assert entry["rows"] % sum(share.rows) == 0 and entry["width"] % (share.parts * share.depth) == 0
+            assert all(rows & (rows - 1) == 0 for rows in share.rows) and len(share.rows) <= 3
+            assert share.stages * (sum(share.rows) + most_tokens) * share.depth * 2 <= 227 * 1024
+    assert choose_share(torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(4096, 4096)) is None  # no GPU
