@@ -18,7 +18,7 @@ from build.trtllm.back_check import check_engine
 from build.trtllm.command import build_command
 from build.trtllm.constraints import check_plan, runtime_conflicts
 from build.trtllm.container import Runner, choose_runner, shell_line
-from build.trtllm.llm_arguments import llm_arguments
+from build.trtllm.llm_arguments import check_names, llm_arguments
 from build.trtllm.plan import EnginePlan
 from build.trtllm.recipes import load_host_recipe
 from build.trtllm.schema import build_parser
@@ -182,6 +182,8 @@ def test_an_engine_is_checked_against_what_was_asked(tmp_path: Path) -> None:
 def test_what_our_cache_refuses_in_the_pytorch_runtime() -> None:
     good = llm_arguments(plan_of("llama-70b", "int4"), Path("M"))
     check_llm_arguments(good)
+    with pytest.raises(NibbleError, match=r"llm.yaml: kv_cache_config: got use_kv_cache_manager_v2, allowed"):
+        check_names({**good, "kv_cache_config": {"use_kv_cache_manager_v2": True}})
     bad = {**good, "speculative_config": {"decoding_type": "Eagle"}, "max_beam_width": 4}
     bad["kv_cache_config"] = {**good["kv_cache_config"], "host_cache_size": 1 << 30, "tokens_per_block": 32}
     with pytest.raises(NibbleError) as caught:
