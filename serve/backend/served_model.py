@@ -88,7 +88,8 @@ def _load_engine(parameters: Mapping[str, str]) -> Engine:
     began = time.monotonic()
     directory = Path(parameters["engine_dir"])
     _log(f"loading {directory}")
-    limits = EngineLimits(**{name: int(parameters[name]) for name in LIMITS if name in parameters})
+    given: dict[str, Any] = {name: int(parameters[name]) for name in LIMITS if name in parameters}
+    limits = EngineLimits(**given)
     engine = Engine.load(directory, limits, kv_fallback=parameters.get("kv_fallback"))
     if reason := _fallback_reason(engine, parameters):
         _log(f"KV FALLBACK: cache is {engine.kv_name}: {reason}")
