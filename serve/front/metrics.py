@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 from serve.front.health import Health
 from serve.leftovers import ServerRecord
+
+disable_created_metrics()
 
 
 class FrontMetrics:
