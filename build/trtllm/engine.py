@@ -24,6 +24,7 @@ from build.trtllm.command import build_command
 from build.trtllm.constraints import check_plan
 from build.trtllm.container import Runner
 from build.trtllm.explain import engine_steps, print_steps, pytorch_steps, xqa_table
+from build.trtllm.levels import levels_table, measure_levels, require_levels
 from build.trtllm.llm_arguments import llm_arguments
 from build.trtllm.plan import CHECKPOINT, ENGINE, TOKENIZER, EnginePlan
 from build.trtllm.schema import read_data
@@ -53,6 +54,10 @@ def build_tensorrt_engine(plan: EnginePlan, source: Path, runner: Runner, consol
     scales: Scales = {}
     if calibration is not None:
         scales = layer_scales(calibration, plan)
+        if plan.recipe.cache == "int8":
+            levels = measure_levels(calibration, scales)
+            console.print(levels_table(levels))
+            require_levels(levels)
     log = plan.target.with_name(f"{plan.target.name}.build.log")
     with atomic.exclusive(plan.target, console.print), atomic.new_directory(plan.target) as folder:
         (folder / CHECKPOINT).mkdir()

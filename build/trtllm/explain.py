@@ -93,7 +93,12 @@ def _scale_steps(plan: EnginePlan) -> list[Step]:
             f"The calibration (made now when it is missing) has the range of every channel of K after RoPE and of V. "
             f"TensorRT-LLM takes one scale a layer for both: the largest magnitude over {largest}. Q has no part in "
             "it, though TensorRT-LLM's own converter puts it in. A scale that is missing, not finite or exactly 1.0 "
-            "stops the build and names the layer.",
+            "stops the build and names the layer."
+            + (
+                " So does a layer whose usual channel of K would get a handful of codes."
+                if plan.recipe.cache == "int8"
+                else ""
+            ),
             f"make calibrate MODEL={plan.model.name}",
         )
     ]

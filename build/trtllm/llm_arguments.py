@@ -38,7 +38,7 @@ def llm_arguments(plan: EnginePlan, source: Path) -> dict[str, Any]:
         "kv_cache_config": {
             "dtype": "auto",
             "tokens_per_block": plan.recipe.tokens_per_block,
-            "enable_block_reuse": plan.reuses_blocks,
+            "enable_block_reuse": plan.reuses_blocks and plan.parallel.pipeline == 1,
             "enable_partial_reuse": False,
             "copy_on_partial_reuse": False,
             "host_cache_size": 0,

@@ -93,6 +93,7 @@ def creator_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "sparse_attention_config": options.get("sparse_attention_config"),
         "kv_connector_config": options.get("kv_connector_manager"),
         "max_beam_width": options.get("max_beam_width"),
+        "pipeline_parallel_size": getattr(options.get("mapping"), "pp_size", 1),
         "kv_cache_config": {name: getattr(config, name) for name in names if hasattr(config, name)},
     }
 

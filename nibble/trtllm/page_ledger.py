@@ -66,7 +66,7 @@ class PageLedger:
         self._pins.update(needed)
         self.release(request)
         self._pinned[request] = needed
-        for block in needed & self._slot_of.keys():
+        for block in sorted(needed & self._slot_of.keys()):  # the same order on every rank
             self._slot_of.move_to_end(block)
 
     def release(self, request: int) -> None:

@@ -36,6 +36,11 @@ def _complaints(arguments: dict[str, Any]) -> Iterator[str]:
     if (beams := arguments.get("max_beam_width") or 1) > 1:
         yield f"max_beam_width {beams}, allowed 1 (beams share and copy blocks in mid-page)"
     cache = arguments.get("kv_cache_config") or {}
+    if (stages := arguments.get("pipeline_parallel_size") or 1) > 1 and cache.get("enable_block_reuse", True):
+        yield (
+            f"pipeline_parallel_size {stages} with enable_block_reuse, allowed 1 or no reuse (stages run apart in "
+            "time, and could take over different lengths of a prefix)"
+        )
     if cache.get("host_cache_size"):
         yield f"host_cache_size {cache['host_cache_size']}, allowed 0 (an offloaded block would lose its fp16 copy)"
     if cache.get("enable_partial_reuse", True) and cache.get("enable_block_reuse", True):

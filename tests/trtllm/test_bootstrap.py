@@ -123,6 +123,7 @@ def test_the_proof_at_start(package: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ({"speculative_config": object()}, "speculative decoding"),
         ({"max_beam_width": 2}, "max_beam_width 2, allowed 1"),
+        ({"mapping": stand_in.Mapping(pp_size=2)}, "pipeline_parallel_size 2 with enable_block_reuse"),
         ({"kv_connector_manager": object()}, "KV connectors"),
         ({"cache": {"host_cache_size": 1}}, "host_cache_size 1, allowed 0"),
         ({"cache": {"enable_partial_reuse": True}}, "enable_partial_reuse true, allowed false"),

@@ -15,6 +15,7 @@ from build.trtllm.checkpoint import expected_tensors, rank_tensors, write_checkp
 from build.trtllm.engine import layer_scales
 from build.trtllm.hf_export import export_hugging_face
 from build.trtllm.layout import Parallelism
+from build.trtllm.levels import levels_table, measure_levels, require_levels
 from build.trtllm.model_config import checkpoint_config
 from build.trtllm.plan import make_plan
 from build.trtllm.recipes import load_host_recipe
@@ -180,6 +181,18 @@ def test_scales_come_from_k_and_v_alone(kv: str, largest: int) -> None:
     assert all(scale.dtype == torch.float32 and scale.shape == (1,) for scale in scales.values())
     with pytest.raises(NibbleError, match=re.escape("layer 1 K: got scale 1")):
         layer_scales(calibration(high=largest - 1.0), plan)
+
+
+def test_layers_that_one_scale_leaves_no_codes() -> None:
+    scales = {layer: torch.tensor([2.0]) for layer in range(LAYERS)}
+    levels = measure_levels(calibration(), scales)
+    assert [round(found.k, 3) for found in levels] == [round((5 + layer) / 2.0, 3) for layer in range(LAYERS)]
+    assert levels_table(levels).row_count == LAYERS
+    with pytest.raises(
+        NibbleError, match=r"in layers 0, 1, 2 the usual channel of K would reach 2.5 of 127 codes \(layer 0\)"
+    ):
+        require_levels(levels)
+    require_levels(measure_levels(calibration(), {layer: torch.tensor([0.05]) for layer in range(LAYERS)}))
 
 
 @pytest.mark.parametrize(
