@@ -4,8 +4,8 @@ TensorRT-LLM's int8 cache has one scale a layer, as large as the largest value o
 with biases of hundreds, as in Qwen2.5, or a V that is far smaller than K, leave the other channels a handful of codes.
 So the median channel is asked: its largest magnitude, in codes of 127.
 
-Few codes of K refuse the build: scores go through an exponential. Few codes of V are shown and left to the evaluation: V
-of first layers is small beside K in many models.
+Few codes of K refuse the build: scores go through an exponential. Few codes of V are shown and left to the evaluation:
+V of first layers is small beside K in many models.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def require_levels(levels: list[LayerLevels]) -> None:
         worst, layers = min(bad, key=lambda found: found.k), ", ".join(str(found.layer) for found in bad)
         raise NibbleError(
             f"int8 cache of TensorRT-LLM: in layers {layers} the usual channel of K would reach {worst.k:.2g} of "
-            f"127 codes (layer {worst.layer}), allowed {TOO_FEW_CODES:g} or more: K and V share one scale there, and few "
-            "large channels of K set it. Take KV=k8v4 or int4 with HOST=trtllm, whose scales are finer, or KV=fp16"
+            f"127 codes (layer {worst.layer}), allowed {TOO_FEW_CODES:g} or more: K and V share one scale there, "
+            "and few large channels of K set it. Take KV=k8v4 or int4 with HOST=trtllm, whose scales are finer, or KV=fp16"
         )
 
 
