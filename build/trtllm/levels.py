@@ -56,7 +56,7 @@ def require_levels(levels: list[LayerLevels]) -> None:
         raise NibbleError(
             f"int8 cache of TensorRT-LLM: in layers {layers} the usual channel of K would reach {worst.k:.2g} of "
             f"127 codes (layer {worst.layer}), allowed {TOO_FEW_CODES:g} or more: K and V share one scale there, "
-            "and few large channels of K set it. Take KV=k8v4 or int4 with HOST=trtllm, whose scales are finer, or KV=fp16"
+            "and few large channels of K set it. Take KV=k8v4 or int4 with HOST=trtllm (finer scales), or KV=fp16"
         )
 
 
