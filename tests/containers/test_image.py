@@ -24,8 +24,9 @@ from pathlib import Path
 import openai
 import pytest
 
+from bench.soak.server import free_port
 from nibble.paths import REPOSITORY_ROOT
-from tests.triton.running_server import free_port, wait_for
+from tests.triton.running_server import wait_for
 
 SUITE = "bookworm"
 PACKAGES = "python3,python3-venv,libpython3.11,libexpat1,libstdc++6,zlib1g,ca-certificates"

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.soak.server import free_port
 from nibble.paths import REPOSITORY_ROOT, engine_dir
 from nibble.runtime import Engine
-from tests.triton.running_server import KV, LIMITS, MODEL, RunningServer, free_port, serve_command
+from tests.triton.running_server import KV, LIMITS, MODEL, RunningServer, serve_command
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

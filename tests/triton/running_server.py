@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -139,18 +138,3 @@ def serve_command(port: int, *extra: str) -> list[str]:
     limits += ["--queue", str(LIMITS.max_waiting), "--threads", "1", "--port", str(port)]
     limits += ["--certificate", "warn"]  # these tests serve an engine that nobody has certified
     return [sys.executable, "-m", "serve.run", "--model", MODEL, "--kv", KV, *limits, *extra]
-
-
-def free_port() -> int:
-    """A port with three free ones after it."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < 65532 and all(_is_free(port + offset) for offset in range(4)):
-            return port
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0

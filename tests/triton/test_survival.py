@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.soak.server import free_port
 from nibble.paths import REPOSITORY_ROOT
 from serve.client import ServerError
 from serve.settings import ServeSettings
-from tests.triton.running_server import KV, MODEL, START_S, RunningServer, free_port, serve_command
+from tests.triton.running_server import KV, MODEL, START_S, RunningServer, serve_command
 
 START = Callable[..., RunningServer]
 

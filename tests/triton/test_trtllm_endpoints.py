@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.soak.server import free_port
 from serve import wheel
 from serve.client import ServerError
 from serve.trtllm.client import ENSEMBLE, LLMAPI, Endpoint, TrtllmLLM
 from serve.trtllm.repository import write_repository
-from tests.triton.running_server import free_port, wait_for
+from tests.triton.running_server import wait_for
 from tests.unit.test_trtllm_serve import manifest
 
 ECHO = Path(__file__).with_name("trtllm_echo.py")
