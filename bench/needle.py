@@ -21,27 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from bench.needle_language import ASK, ITEM_TOKENS, LONGEST_FILLER, VALUES_OF_KEY, Language, random_batch
-from bench.quality_attention import HOOK
-from bench.quality_measure import Bench
-from bench.quality_schemes import Scheme
-from bench.quality_table import OURS, PEERS, STATIC
+from nibble.fake_cache import ROWS_AT_ONCE, fake_cache_attention, sealed_view
+from nibble.fake_cache import _attend_rows as attend_rows
+from nibble.formats import FORMATS, KVFormat, ScaleKind, TensorFormat
+from nibble.quantizer import static_parameters
+from nibble.reference import LayerScales
+from nibble.runtime.cache import CacheSpec
+from nibble.visibility import PagePolicy
 
 VARIANTS = ("single", "multikey", "multivalue")
 DEPTHS = tuple(range(0, 101, 10))  # per cent of the text before the questions
 LENGTHS = {1024: 6, 4096: 4, 16384: 3, 32768: 2}  # tokens: haystacks of each variant
 SCORED_FROM = 0.9  # recall of fp16 in a cell
-NAMES = {
-    "int4-balanced": "int4",  # what `make engine` builds
-    "int4": "int4, K as the model gives it",
-    "static balanced-static 2.75": "int4-static",
-    "int4-static": "int4-static, plain",
-    "int4 per token": "per-token int4",
-    "int4 rotated K per token": "per-token int4, K rotated",
-}
-FIRST = ["fp16", "int8", "int4-balanced", "static balanced-static 2.75", "int4 per token", "int4", "k8v4"]
+CALIBRATION = 8  # windows of 1,024 tokens that static ranges come from
+ATTENTION = "nibble-needle"
 
 
 @dataclass(frozen=True)
@@ -107,40 +104,70 @@ def _between(language: Language, tokens: int, spare: Iterator[int], generator: r
 
 
 class Needles:
-    """The model with its calibration samples."""
+    """The model, and static ranges of its K and V from calibration text at positions up to the longest."""
 
     def __init__(self, model: PreTrainedModel, language: Language) -> None:
-        device = model.device
-        generator = torch.Generator(device).manual_seed(7)
-        calibration = random_batch(language, 8, 1024, device, generator).tokens
+        model.set_attn_implementation(ATTENTION)
         self.language, self.model = language, model
-        self.bench = Bench(model, calibration, positions=int(model.config.max_position_embeddings))
+        config = model.config
+        self.shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+        self.ranges: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._calibrate()
 
     @torch.inference_mode()
-    def recalled(self, haystack: Haystack, scheme: Scheme) -> Iterator[tuple[int, bool]]:
-        """For every needle asked for, its depth and whether it is recalled through the cache of a scheme."""
-        HOOK.view, HOOK.policy = scheme.viewer(self.bench.statistics), scheme.policy
+    def _calibrate(self) -> None:
+        generator = torch.Generator(self.model.device).manual_seed(7)
+        text = random_batch(self.language, CALIBRATION, 1024, self.model.device, generator).tokens
+        longest = int(self.model.config.max_position_embeddings)
+        for number, row in enumerate(text):
+            offset = (longest - len(row)) * number // (CALIBRATION - 1)
+            positions = offset + torch.arange(len(row), device=row.device)
+            self._run(row, self.spec(FORMATS["fp16"]), position_ids=positions[None], observe=self._observe)
+
+    def _observe(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        new = [x.float().aminmax(dim=1, keepdim=True) for x in (k, v)]
+        old = self.ranges.get(layer, [tuple(each) for each in new])
+        self.ranges[layer] = [
+            (low.minimum(n.min), high.maximum(n.max)) for (low, high), n in zip(old, new, strict=True)
+        ]
+
+    def spec(self, fmt: KVFormat, policy: PagePolicy | None = None) -> CacheSpec:
+        """The cache of a format in every layer."""
+        layers, heads, size = self.shape
+        scales = {}
+        if fmt.needs_calibration:
+            for layer, (k, v) in self.ranges.items():
+                scales[layer] = LayerScales(static_parameters(*k, fmt.k), static_parameters(*v, fmt.v))
+        return CacheSpec((fmt,) * layers, heads, size, policy or PagePolicy(), scales)
+
+    @torch.inference_mode()
+    def recalled(self, haystack: Haystack, spec: CacheSpec) -> Iterator[tuple[int, bool]]:
+        """For every needle asked for, its depth and whether it is recalled through the cache."""
         tokens = torch.tensor(haystack.tokens, device=self.model.device)
-        hidden = self.model.model(tokens[None], use_cache=False).last_hidden_state[0]
+        hidden = self._run(tokens, spec, asked_from=haystack.questions[0].place - 1)
         places = torch.tensor([question.place for question in haystack.questions], device=tokens.device)
         likely = self.model.lm_head(hidden[places - 1]).topk(VALUES_OF_KEY).indices.tolist()
         for question, said in zip(haystack.questions, likely, strict=True):
             for value, depth in question.values:
                 yield depth, value in said[: len(question.values)]
 
-    def records(self, scheme: Scheme, lengths: dict[int, int]) -> Iterator[dict[str, Any]]:
+    def _run(self, tokens: torch.Tensor, spec: CacheSpec, **options: Any) -> torch.Tensor:
+        """The last hidden states [tokens, hidden]."""
+        return self.model.model(tokens[None], use_cache=False, fake_cache=spec, **options).last_hidden_state[0]
+
+    def records(self, name: str, spec: CacheSpec, lengths: dict[int, int]) -> Iterator[dict[str, Any]]:
         """One record for every length, variant and depth."""
         for tokens, count in lengths.items():
             for variant in VARIANTS:
                 right: Counter[int] = Counter()
                 asked: Counter[int] = Counter()
                 for seed in range(count):
-                    for depth, is_right in self.recalled(make_haystack(self.language, variant, tokens, seed), scheme):
+                    for depth, is_right in self.recalled(make_haystack(self.language, variant, tokens, seed), spec):
                         asked[depth] += 1
                         right[depth] += is_right
                 for depth in DEPTHS:
                     yield {
-                        "format": NAMES.get(scheme.name, scheme.name), "variant": variant, "length": tokens,
+                        "format": name, "variant": variant, "length": tokens,
                         "depth": depth, "recall": round(right[depth] / asked[depth], 4), "trials": asked[depth],
                     }  # fmt: skip
 
@@ -168,11 +195,43 @@ def _recall(records: list[dict[str, Any]]) -> float | None:
     return round(sum(record["recall"] * record["trials"] for record in records) / trials, 4) if trials else None
 
 
-def schemes() -> list[Scheme]:
-    """What is measured, the most wanted first."""
-    known = {scheme.name: scheme for scheme in [*OURS, *PEERS, *STATIC]}
-    rest = [scheme.name for scheme in [*OURS, *PEERS] if scheme.name not in FIRST]
-    return [known[name] for name in [*FIRST, *rest]]
+def needle_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    fake_cache: CacheSpec | None = None,
+    asked_from: int = 0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """`fake_cache_attention`, but for the last layer, which only answers from position `asked_from` on."""
+    assert fake_cache is not None  # Needles passes it
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if layer + 1 < len(fake_cache.formats) or not asked_from:
+        return fake_cache_attention(module, query, key, value, attention_mask, scaling, fake_cache, **options)
+    k_far, v_far = sealed_view(key[0], value[0], fake_cache.formats[layer], fake_cache.scales.get(layer))
+    view = (key[0].half().float(), value[0].half().float(), k_far, v_far)
+    out = torch.zeros_like(query[0]).transpose(0, 1)
+    for first in range(asked_from // ROWS_AT_ONCE * ROWS_AT_ONCE, query.shape[2], ROWS_AT_ONCE):
+        rows = attend_rows(query[0], view, first, fake_cache.policy, scaling, None)
+        out[first : first + ROWS_AT_ONCE] = rows.transpose(0, 1)
+    return out[None], None
+
+
+def formats(needles: Needles) -> dict[str, CacheSpec]:
+    """What is measured, by name. Ours, and what others ship: 4 bits a token and head, with and without fp16 pages."""
+    token = TensorFormat(4, ScaleKind.TOKEN)
+    peer = KVFormat("per-token int4", token, token)
+    ours = {
+        name: needles.spec(FORMATS[name]) for name in ("fp16", "int8", "int4", "int4-static", "k8v4", "int8-static")
+    }
+    return {
+        **ours,
+        "per-token int4": needles.spec(peer),
+        "per-token int4, no fp16 pages": needles.spec(peer, PagePolicy(0, 0)),
+    }
 
 
 def main() -> None:
@@ -180,20 +239,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.needle", description="Recall by format, length and depth.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, default=Path("bench/results/needle.json"))
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further format after this")
+    parser.add_argument("--formats", help="only these, separated by commas; fp16 must be one of them")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="leave longer haystacks out")
+    parser.add_argument("--haystacks", type=int, help="of each variant and length (default: 2 to 6)")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recipe = json.loads((options.model / "training.json").read_text(encoding="utf-8"))["recipe"]
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval().requires_grad_(False)
     needles = Needles(model.to(device), Language(**recipe["language"]))
-    lengths = {tokens: count for tokens, count in LENGTHS.items() if tokens <= options.longest}
+    lengths = {tokens: options.haystacks or n for tokens, n in LENGTHS.items() if tokens <= options.longest}
     records: list[dict[str, Any]] = []
     start = time.monotonic()
-    for scheme in schemes():
-        if time.monotonic() - start > options.seconds:
-            break
-        records += needles.records(scheme, lengths)
+    for name, spec in formats(needles).items():
+        if options.formats and name not in options.formats.split(","):
+            continue
+        records += needles.records(name, spec, lengths)
         print(f"{time.monotonic() - start:.0f} s {json.dumps(summarise(records)[-1])}", flush=True)
         options.out.write_text(_as_lines(records), encoding="utf-8")
     print(json.dumps(summarise(records)))
@@ -202,6 +262,9 @@ def main() -> None:
 def _as_lines(records: list[dict[str, Any]]) -> str:
     """A JSON list with a record a line."""
     return "[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n"
+
+
+AttentionInterface.register(ATTENTION, needle_attention)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from bench.needle import DEPTHS, VARIANTS, Haystack, Needles, Question, make_haystack, schemes, summarise
+from bench.needle import DEPTHS, VARIANTS, Needles, formats, make_haystack, summarise
 from bench.needle_language import ASK, ITEM_TOKENS, NEEDLE, VALUES_OF_KEY, Language, random_batch
-from bench.needle_train import SMALL, answer_loss, make_model
+from bench.needle_train import FULL, answer_loss, make_model
+from nibble.formats import FORMATS
 
 LANGUAGE = Language(keys=1024, values=32, fillers=64)
+RECIPE = replace(FULL, language=LANGUAGE)
 
 
 def test_training_text_answers_each_question_with_a_needle_told_before() -> None:
@@ -49,21 +54,40 @@ def test_haystacks_ask_at_every_depth(variant: str) -> None:
     assert haystack == make_haystack(LANGUAGE, variant, 4096, seed=1)
 
 
-def test_recall_through_a_cache_is_what_the_model_says() -> None:
-    model = make_model(SMALL).eval().requires_grad_(False)
-    needles = Needles(model, SMALL.language)
-    model.lm_head.weight.zero_()
-    model.lm_head.weight[5] = 1.0  # token 5 is first or last everywhere
-    said = [
-        any(right for _, right in needles.recalled(Haystack([0] * 64, [Question(40, ((token, 0),))]), schemes()[0]))
-        for token in (5, 6)
-    ]
-    assert said[0] or not said[1]
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model(RECIPE).eval().requires_grad_(False)
+
+
+def test_the_start_of_training_recalls_every_needle_through_every_cache(model: PreTrainedModel) -> None:
+    needles = Needles(model, LANGUAGE)
+    haystack = make_haystack(LANGUAGE, "multikey", 1024, seed=0)
+    found = formats(needles)
+    for name in ("fp16", "int8", "int4", "int4-static"):
+        recalled = [right for _, right in needles.recalled(haystack, found[name])]
+        assert len(recalled) == 44
+        assert all(recalled), name
+
+
+def test_the_last_layer_answers_the_questions_as_a_whole_pass_does(model: PreTrainedModel) -> None:
+    needles = Needles(model, LANGUAGE)
+    haystack, spec = make_haystack(LANGUAGE, "single", 1024, seed=0), formats(needles)["int4"]
+    tokens, asked = torch.tensor(haystack.tokens), haystack.questions[0].place - 1
+    whole, part = (needles._run(tokens, spec, **options) for options in ({}, {"asked_from": asked}))
+    assert torch.equal(whole[asked:], part[asked:])
+
+
+def test_a_model_without_its_neighbour_head_recalls_nothing() -> None:
+    model = make_model(RECIPE).eval().requires_grad_(False)
+    model.model.layers[0].self_attn.o_proj.weight.zero_()
+    needles = Needles(model, LANGUAGE)
+    recalled = needles.recalled(make_haystack(LANGUAGE, "multikey", 1024, seed=0), needles.spec(FORMATS["fp16"]))
+    assert sum(right for _, right in recalled) < 22
 
 
 def test_the_loss_is_on_answers_alone() -> None:
-    model = make_model(SMALL)
-    batch = random_batch(SMALL.language, 2, 96, "cpu", torch.Generator().manual_seed(0))
+    model = make_model(RECIPE)
+    batch = random_batch(LANGUAGE, 2, 96, "cpu", torch.Generator().manual_seed(0))
     marks = batch.is_answer.clone()
     marks[:, -1] = False
     changed = batch.tokens.clone()
