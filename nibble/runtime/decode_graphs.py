@@ -2,7 +2,7 @@
 
     write     the host describes the batch in the buffers
     seal      pages that became far, if any, in a graph of their own
-    replay    the forward pass, the greedy tokens, and their place among the newest tokens
+    replay    the forward pass and the greedy tokens
     read      the caller copies what it wants of the outputs before the next replay
 
 Without graphs the same functions run one launch at a time; the answers are the same.
@@ -58,9 +58,7 @@ class DecodeGraphs:
 
     def _forward(self, batch: int) -> SampledRows:
         step = self.buffers.step(batch)
-        picked = pick_likeliest(self.decoder.logits(self.decoder.hidden_states(step), out=self.logits[:batch]))
-        self.buffers.last_tokens.index_copy_(0, step.slots, picked.tokens)
-        return picked
+        return pick_likeliest(self.decoder.logits(self.decoder.hidden_states(step), out=self.logits[:batch]))
 
     def _seal_pages(self) -> None:
         for layer in range(len(self.decoder.weights.layers)):

@@ -55,7 +55,7 @@ class Decoder:
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             x = self._attend(index, layer, x, step)
             x, residual = add_and_norm(x, residual, layer.inner_norm, epsilon)
-            x = multiply_in_parts(gate(multiply(x, layer.gate_up)), layer.down)
+            x = weights.shards.add_up(multiply_in_parts(gate(multiply(x, layer.gate_up)), layer.down))
             x, residual = add_and_norm(x, residual, next_norm, epsilon)
         return x
 
@@ -70,4 +70,4 @@ class Decoder:
         self.backend.seal(index, step)
         window = self.weights.shape.windows[index]
         attended = self.backend.attend(index, q, step, self.layout.head_dim**-0.5, window)
-        return multiply_in_parts(attended.flatten(1).to(x.dtype), layer.out)
+        return self.weights.shards.add_up(multiply_in_parts(attended.flatten(1).to(x.dtype), layer.out))

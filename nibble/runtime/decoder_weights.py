@@ -7,7 +7,7 @@ from a source (nibble.runtime.weight_sources) and go straight into their place, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from nibble.architecture import read_architecture
 from nibble.errors import NibbleError
 from nibble.rotation import fold_value_rotation_into
+from nibble.runtime.shards import WHOLE, Shards, SplitSource
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
 
@@ -30,7 +31,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a decoder. windows: the sliding window of each layer in tokens, None for full attention."""
+    """Sizes of a decoder, or of one rank's part. windows: of each layer, in tokens, None for full attention."""
 
     family: str
     hidden: int
@@ -77,6 +78,15 @@ class DecoderShape:
             bool(config.tie_word_embeddings),
         )
 
+    def split(self, shards: Shards) -> DecoderShape:
+        """The shape of one rank's part."""
+        return replace(
+            self,
+            q_heads=shards.part(self.q_heads, "query heads"),
+            kv_heads=shards.part(self.kv_heads, "KV heads"),
+            intermediate=shards.part(self.intermediate, "channels of the MLP"),
+        )
+
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
         """Rows of Q, K and V in the fused projection."""
@@ -112,14 +122,20 @@ class DecoderWeights:
     frequencies: torch.Tensor
     rope_scaling: float
     generation_config: GenerationConfig | None = None
+    shards: Shards = WHOLE
 
     @classmethod
     def read(
-        cls, config: PretrainedConfig, source: WeightSource, dtype: torch.dtype, device: torch.device
+        cls,
+        config: PretrainedConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        shards: Shards = WHOLE,
     ) -> DecoderWeights:
-        """All weights from a source. NibbleError names what is missing or not supported."""
-        shape = DecoderShape.of(config)
-        reader = _Reader(source, dtype, device)
+        """This rank's weights from a source. NibbleError names what is missing or not supported."""
+        shape = DecoderShape.of(config).split(shards)
+        reader = _Reader(source if shards.size == 1 else SplitSource(source, shards), dtype, device)
         embedding = reader.one("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         layers = tuple(_read_layer(reader, shape, index) for index in range(len(shape.windows)))
         head = embedding if shape.ties_embeddings else reader.one("lm_head.weight", shape.vocabulary, shape.hidden)
@@ -131,7 +147,9 @@ class DecoderWeights:
             )
         frequencies = rotary.inv_freq.float().to(device)
         norm = reader.one("model.norm.weight", shape.hidden)
-        return cls(config, shape, embedding, layers, norm, head, frequencies, float(rotary.attention_scaling))
+        return cls(
+            config, shape, embedding, layers, norm, head, frequencies, float(rotary.attention_scaling), shards=shards
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -25,12 +25,14 @@ from nibble.runtime.request import DEVICES
 log = logging.getLogger("nibble")
 
 
+def wants_gpu(asked: str) -> bool:
+    """Is there a GPU, and may it be used?"""
+    return _resolve(asked) != "cpu" and torch.cuda.is_available()
+
+
 def choose_device(asked: str, config: PretrainedConfig, spec: CacheSpec) -> torch.device:
     """The device for "auto", "cpu" or "cuda". NibbleError when "cuda" was asked for and can't be had."""
-    if asked == "auto":
-        asked = os.environ.get("DEVICE") or "auto"
-    if asked not in DEVICES:
-        raise NibbleError(f"DEVICE: got {asked!r}, allowed {', '.join(DEVICES)}")
+    asked = _resolve(asked)
     if asked == "cpu":
         log.info("device: cpu, as asked")
         return torch.device("cpu")
@@ -42,6 +44,15 @@ def choose_device(asked: str, config: PretrainedConfig, spec: CacheSpec) -> torc
         raise NibbleError(f"device: got 'cuda', allowed 'cpu' or 'auto' here: {obstacle}")
     log.info("device: cpu: %s", obstacle)
     return torch.device("cpu")
+
+
+def _resolve(asked: str) -> str:
+    """What limits leave open, the environment may say."""
+    if asked == "auto":
+        asked = os.environ.get("DEVICE") or "auto"
+    if asked not in DEVICES:
+        raise NibbleError(f"DEVICE: got {asked!r}, allowed {', '.join(DEVICES)}")
+    return asked
 
 
 def _find_obstacle(config: PretrainedConfig, spec: CacheSpec) -> str | None:

@@ -63,7 +63,10 @@ class DeviceRunner:
             raise NibbleError(f"max_running: got {limits.max_running}, allowed up to {MAX_BATCH} on a GPU")
         self.device = weights.norm.device
         self.vocabulary = weights.shape.vocabulary
-        self.pool_sizes = PoolSizes.for_limits(spec, limits, free_for_pages(weights, limits))
+        spec, free_bytes = weights.shards.split_spec(spec), free_for_pages(weights, limits)
+        if free_bytes is not None:
+            free_bytes = weights.shards.least(free_bytes, self.device)
+        self.pool_sizes = PoolSizes.for_limits(spec, limits, free_bytes)
         log.info("pools: %s", self.pool_sizes.describe(spec))
         storage = CacheStorage(spec, self.pool_sizes, self.device)
         max_pages = -(-limits.max_context // PAGE_TOKENS)
@@ -129,6 +132,7 @@ class DeviceRunner:
         """The tokens as the sequences ask for them, left behind for the next step."""
         choices = Choices.of(sequences, self.device)
         picked = greedy if choices is None else pick_as_asked(logits, greedy, choices)
+        self.decoder.weights.shards.as_first(picked.tokens)
         slots = to_device([sequence.slot for sequence in sequences], torch.int64, self.device)
         self.graphs.buffers.last_tokens.index_copy_(0, slots, picked.tokens)
         return picked

@@ -14,9 +14,10 @@ from nibble.manifest import TOKENIZER_DIR, Manifest, read_manifest
 from nibble.models import load_model, load_tokenizer
 from nibble.runtime.cache import CacheSpec
 from nibble.runtime.decoder_weights import DecoderWeights
-from nibble.runtime.device import choose_device
+from nibble.runtime.device import choose_device, wants_gpu
 from nibble.runtime.engine import Engine, EngineOrigin
 from nibble.runtime.request import EngineLimits
+from nibble.runtime.shards import WHOLE, Shards
 from nibble.runtime.weight_sources import load_decoder_weights
 from nibble.static_scales import read_static_scales
 from nibble.visibility import PagePolicy
@@ -31,6 +32,18 @@ def load_engine(engine_dir: Path, limits: EngineLimits, kv_fallback: str | None 
     """See `Engine.load`. Raises NibbleError when a file is missing or differs from what the build wrote."""
     if kv_fallback not in (None, *FALLBACKS):
         raise NibbleError(f"KV fallback: got {kv_fallback!r}, allowed {', '.join(FALLBACKS)} or none")
+    recipe = read_manifest(engine_dir).model.recipe
+    if recipe.tensor_parallel > 1 and wants_gpu(limits.device):
+        from nibble.runtime.parallel import load_leading_engine
+
+        return load_leading_engine(engine_dir, limits, recipe.tensor_parallel, kv_fallback)
+    return load_rank(engine_dir, limits, kv_fallback, WHOLE, Engine)
+
+
+def load_rank(
+    engine_dir: Path, limits: EngineLimits, kv_fallback: str | None, shards: Shards, engine_class: type[Engine]
+) -> Engine:
+    """One rank's engine; the only one unless the model is split."""
     manifest = read_manifest(engine_dir)
     manifest.verify_weights(engine_dir)
     tokenizer = load_tokenizer(engine_dir / TOKENIZER_DIR)
@@ -39,14 +52,17 @@ def load_engine(engine_dir: Path, limits: EngineLimits, kv_fallback: str | None 
         reason = f"KV_FALLBACK={kv_fallback} was asked for; the engine was built with {origin.kv_name}"
         origin = EngineOrigin(kv_fallback, manifest, fallback_reason=reason)
     spec = _cache_spec(engine_dir, manifest, origin.kv_name)
-    model = _load_weights(manifest.source_folder(engine_dir), manifest.model.recipe.dtype, spec, limits)
-    return Engine(model, tokenizer, spec, limits, origin=origin)
+    source, dtype = manifest.source_folder(engine_dir), manifest.model.recipe.dtype
+    model = _load_weights(source, dtype, spec, limits, shards)
+    return engine_class(model, tokenizer, spec, limits, origin=origin)
 
 
-def _load_weights(source: Path, dtype: str, spec: CacheSpec, limits: EngineLimits) -> PreTrainedModel | DecoderWeights:
+def _load_weights(
+    source: Path, dtype: str, spec: CacheSpec, limits: EngineLimits, shards: Shards
+) -> PreTrainedModel | DecoderWeights:
     """Where the engine will run decides: transformers' model for the CPU, bare weights streamed to a GPU."""
     device = choose_device(limits.device, AutoConfig.from_pretrained(source, local_files_only=True), spec)
-    return load_model(source, dtype) if device.type == "cpu" else load_decoder_weights(source, dtype, device)
+    return load_model(source, dtype) if device.type == "cpu" else load_decoder_weights(source, dtype, device, shards)
 
 
 def _cache_spec(engine_dir: Path, manifest: Manifest, kv_name: str) -> CacheSpec:

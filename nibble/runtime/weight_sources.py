@@ -17,6 +17,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from nibble.errors import NibbleError
 from nibble.runtime.decoder_weights import DecoderWeights
+from nibble.runtime.shards import WHOLE, Shards
 
 
 class ModelWeights:
@@ -71,12 +72,12 @@ class DummyWeights:
         target.normal_(0.0, self._residual if is_residual else self._spread, generator=generator)
 
 
-def load_decoder_weights(folder: Path, dtype: str, device: torch.device) -> DecoderWeights:
+def load_decoder_weights(folder: Path, dtype: str, device: torch.device, shards: Shards = WHOLE) -> DecoderWeights:
     """The weights of a checkpoint's folder. dtype: torch's name of a type, or "auto" for the checkpoint's own."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     weights = DecoderWeights.read(
-        config, SafetensorsWeights(folder), own if dtype == "auto" else getattr(torch, dtype), device
+        config, SafetensorsWeights(folder), own if dtype == "auto" else getattr(torch, dtype), device, shards
     )
     if not (folder / "generation_config.json").is_file():
         return weights
