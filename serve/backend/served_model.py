@@ -47,6 +47,7 @@ class ServedModel:
             parameters.get("certificate", "unchecked"),
             parameters.get("triton_model", MODEL_NAME),
         )
+        self._engine = engine
         self._loop = EngineLoop(engine, metrics, on_fault=_end_process)
         self._loop.start()
 
@@ -59,6 +60,7 @@ class ServedModel:
 
     def finalize(self) -> None:
         self._loop.stop()
+        self._engine.close()
 
 
 class TritonChannel:
