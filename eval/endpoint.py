@@ -52,7 +52,7 @@ def connect(place: str, max_tokens: int) -> Ask:
     if kind not in KINDS or ":" not in url:
         raise NibbleError(f"endpoint: got {place!r}, allowed kind@host:port with kind one of {', '.join(KINDS)}")
     if kind == "native":
-        client: TritonLLM | TrtllmLLM = TritonLLM(url)
+        client = TritonLLM(url)
     else:
         client = TrtllmLLM(url, ENSEMBLE if kind == "ensemble" else LLMAPI)
     return lambda prompt: client.generate(prompt, max_tokens=max_tokens, temperature=0.0).text

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,21 +75,29 @@ class TritonLLM:
 
     def stream(self, prompt: Prompt, *, request_id: str = "", **parameters: Any) -> Generator[Chunk, None, None]:
         """The answer as it comes. Closing the iterator (or leaving its loop) cancels the request on the server."""
-        inputs = request_inputs(prompt, {"stream": True, **parameters})
+        inputs = self._inputs(prompt, {"stream": True, **parameters})
         events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         with grpcclient.InferenceServerClient(self.url) as client:
             client.start_stream(partial(_put_event, events))
             is_complete = False
             try:
                 client.async_stream_infer(self.model, inputs, request_id=request_id, enable_empty_final_response=True)
-                yield from self._chunks(events)
+                yield from self._read(self._results(events))
                 is_complete = True
             except InferenceServerException as error:
                 raise ServerError(f"{self.url}: {_first_error(events, error).message()}") from error
             finally:
                 client.stop_stream(cancel_requests=not is_complete)
 
-    def _chunks(self, events: queue.SimpleQueue[_Event]) -> Generator[Chunk, None, None]:
+    def _inputs(self, prompt: Prompt, parameters: dict[str, Any]) -> list[grpcclient.InferInput]:
+        """Input tensors of a request."""
+        return request_inputs(prompt, parameters)
+
+    def _read(self, results: Iterator[grpcclient.InferResult]) -> Iterator[Chunk]:
+        """Chunks of an answer's responses."""
+        return map(read_chunk, results)
+
+    def _results(self, events: queue.SimpleQueue[_Event]) -> Iterator[grpcclient.InferResult]:
         while True:
             try:
                 result, error = events.get(timeout=self.inactivity_timeout_s)
@@ -98,7 +106,7 @@ class TritonLLM:
             if error is not None:
                 raise error
             if result.get_response().outputs:
-                yield read_chunk(result)
+                yield result
             if result.get_response().parameters["triton_final_response"].bool_param:
                 return
 

@@ -7,21 +7,16 @@ What the endpoint has no input for is refused by name. Answers hold text but no 
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Generator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from tritonclient.utils import InferenceServerException
 
 from nibble.errors import NibbleError
-from serve.client import NUMPY_TYPES, Chunk, ServerError
+from serve.client import NUMPY_TYPES, Chunk, Prompt, TritonLLM
 from serve.trtllm.models import Row, rows
-
-_Event = tuple[Any, InferenceServerException | None]
 
 
 @dataclass(frozen=True)
@@ -63,61 +58,25 @@ LLMAPI = Endpoint(
 )
 
 
-class TrtllmLLM:
+class TrtllmLLM(TritonLLM):
     """A model of TensorRT-LLM behind one gRPC endpoint (host:port)."""
 
     def __init__(self, url: str = "127.0.0.1:8001", endpoint: Endpoint = ENSEMBLE, inactivity_timeout_s: float = 120.0):
-        self.url, self.endpoint, self.inactivity_timeout_s = url, endpoint, inactivity_timeout_s
+        super().__init__(url, model=endpoint.model, inactivity_timeout_s=inactivity_timeout_s)
+        self.endpoint = endpoint
 
-    def is_ready(self) -> bool:
-        """True when the server answers and has the model loaded."""
-        try:
-            with grpcclient.InferenceServerClient(self.url) as client:
-                return bool(client.is_model_ready(self.endpoint.model))
-        except InferenceServerException:
-            return False
+    def _inputs(self, prompt: Prompt, parameters: dict[str, Any]) -> list[grpcclient.InferInput]:
+        return endpoint_inputs(self.endpoint, prompt, parameters)
 
-    def generate(self, prompt: str, *, request_id: str = "", **parameters: Any) -> Chunk:
-        """The whole answer as one chunk. Raises ServerError, or NibbleError for what the endpoint can't do."""
-        (answer,) = self.stream(prompt, request_id=request_id, **{**parameters, "stream": False})
-        return answer
-
-    def stream(self, prompt: str, *, request_id: str = "", **parameters: Any) -> Generator[Chunk, None, None]:
-        """The answer as it comes. Closing the iterator cancels the request."""
-        inputs = endpoint_inputs(self.endpoint, prompt, {"stream": True, **parameters})
-        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        with grpcclient.InferenceServerClient(self.url) as client:
-            client.start_stream(partial(_put, events))
-            is_complete = False
-            try:
-                client.async_stream_infer(
-                    self.endpoint.model, inputs, request_id=request_id, enable_empty_final_response=True
-                )
-                yield from self._chunks(events)
-                is_complete = True
-            except InferenceServerException as error:
-                raise ServerError(f"{self.url}: {error.message()}") from error
-            finally:
-                client.stop_stream(cancel_requests=not is_complete)
-
-    def _chunks(self, events: queue.SimpleQueue[_Event]) -> Generator[Chunk, None, None]:
+    def _read(self, results: Iterator[grpcclient.InferResult]) -> Iterator[Chunk]:
         before, generated = "", 0
-        while True:
-            try:
-                result, error = events.get(timeout=self.inactivity_timeout_s)
-            except queue.Empty:
-                raise ServerError(f"{self.url}: no response for {self.inactivity_timeout_s:g} s") from None
-            if error is not None:
-                raise error
-            if result.get_response().outputs:
-                chunk = read_chunk(self.endpoint, result, before, generated)
-                before, generated = before + chunk.text, chunk.generated_tokens
-                yield chunk
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                return
+        for result in results:
+            chunk = read_chunk(self.endpoint, result, before, generated)
+            before, generated = before + chunk.text, chunk.generated_tokens
+            yield chunk
 
 
-def endpoint_inputs(endpoint: Endpoint, prompt: str, parameters: dict[str, Any]) -> list[grpcclient.InferInput]:
+def endpoint_inputs(endpoint: Endpoint, prompt: Prompt, parameters: dict[str, Any]) -> list[grpcclient.InferInput]:
     """Input tensors of a request. Temperature 0 is greedy: top_k 1 there, which knows no such temperature."""
     if not isinstance(prompt, str):
         raise NibbleError(
@@ -165,7 +124,3 @@ def _tensor(row: Row, value: Any, endpoint: Endpoint) -> grpcclient.InferInput:
 def _values(result: grpcclient.InferResult, name: str) -> list[Any]:
     array = result.as_numpy(name)
     return [] if array is None else array.reshape(-1).tolist()
-
-
-def _put(events: queue.SimpleQueue[_Event], result: Any, error: InferenceServerException | None) -> None:
-    events.put((result, error))

@@ -201,7 +201,7 @@ def test_one_call_serves_both_endpoints() -> None:
     with pytest.raises(NibbleError, match="parameter of ensemble: got priority, allowed max_tokens, temperature"):
         endpoint_inputs(ENSEMBLE, "Hi", {"priority": 1})
     with pytest.raises(NibbleError, match="no chat template"):
-        endpoint_inputs(LLMAPI, [{"role": "user", "content": "Hi"}], {})  # type: ignore[arg-type]
+        endpoint_inputs(LLMAPI, [{"role": "user", "content": "Hi"}], {})
 
 
 def test_answers_are_the_same_chunks() -> None:
