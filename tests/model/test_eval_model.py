@@ -12,18 +12,21 @@ import torch
 
 from eval.config import EvalPlan, load_plan
 from eval.evaluate import compare_windows
+from eval.layers import measure_layers
 from eval.measures import PositionMeasures
 from eval.memory import measure_memory
 from eval.partial import open_partial
-from eval.records import Quality
+from eval.records import LayerFigures, Quality
 from eval.speed import random_prompt
 from eval.statistics import summarise
 from eval.subjects import Subjects, load_subjects, require_engine
 from eval.windows import choose_windows
 from nibble.formats import PARAMETER_BYTES, SealedPageLayout
 from nibble.paths import REPOSITORY_ROOT
+from nibble.recipes import CertificateRecipe
 from nibble.runtime.cpu_backend import CpuBackend
 from nibble.runtime.step import Step
+from tests.unit import eval_breakages as broken
 
 pytestmark = pytest.mark.model
 
@@ -119,3 +122,21 @@ def test_a_broken_cache_shows_where_pages_are_sealed_and_nowhere_else(
     quality, (measured,) = measure(subjects, short, tmp_path)
     assert quality.kl.mean > 0.03
     assert measured.kl[:192].max() < 1e-4
+
+
+def test_one_broken_layer_of_thirty_is_found_by_itself(subjects_of: LoadSubjects, plan: EvalPlan) -> None:
+    """A sound engine has a ratio of about 1 in every layer; each breakage shows in its layer and in no other."""
+    subjects, bounds, layer = subjects_of("int4"), CertificateRecipe(), 12
+    text = choose_windows(subjects.fp16.tokenizer, count=1, window_tokens=320, seed=3).windows[0].inputs
+    sound = measure_layers(subjects.fp16, subjects.quantized, text)
+    assert max(figures.ratio for figures in sound) < 1.1
+    for breakage in (broken.swap_key_scales, broken.shift_value_zero):
+        with broken.spoiled_seal(subjects.quantized, layer, breakage):
+            check_only_one_is_sick(measure_layers(subjects.fp16, subjects.quantized, text), layer, bounds)
+    broken.leave_output_unrotated(subjects.quantized, layer)
+    check_only_one_is_sick(measure_layers(subjects.fp16, subjects.quantized, text), layer, bounds)
+
+
+def check_only_one_is_sick(figures: list[LayerFigures], sick: int, bounds: CertificateRecipe) -> None:
+    assert [each.layer for each in figures if each.ratio > bounds.layer_error_ratio] == [sick]
+    assert figures[sick].ratio > 2 * bounds.layer_error_ratio
