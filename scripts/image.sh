@@ -55,11 +55,12 @@ build() {
 }
 
 push() {
-    local tool=$1
+    local tool=$1 format=()
     [[ -n ${REGISTRY:-} ]] || fail "REGISTRY: missing; allowed a registry and a path in it, such as registry.example/team"
     "$tool" tag "localhost/$(name)" "$REGISTRY/$(name)"
+    if [[ $tool != docker ]]; then format=(--format v2s2); fi # OCI's format would drop the health check
     # shellcheck disable=SC2086
-    "$tool" push ${PUSH_FLAGS:-} "$REGISTRY/$(name)"
+    "$tool" push "${format[@]}" ${PUSH_FLAGS:-} "$REGISTRY/$(name)"
     echo "pushed $REGISTRY/$(name)"
 }
 
