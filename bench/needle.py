@@ -230,7 +230,7 @@ def formats(needles: Needles) -> dict[str, CacheSpec]:
     return {
         **ours,
         "per-token int4": needles.spec(peer),
-        "per-token int4, no fp16 pages": needles.spec(peer, PagePolicy(0, 0)),
+        "per-token int4 without fp16 pages": needles.spec(peer, PagePolicy(0, 0)),
     }
 
 

@@ -27,6 +27,22 @@ def layer_ratios(check: LayerCheck) -> str:
     return draw_svg("layers", draw)
 
 
+def latency_by_streams(report: Report) -> str:
+    """Milliseconds that a stream waits for a token, alone and beside others, on both engines."""
+
+    def draw(axes: Axes) -> None:
+        streams = [1, report.speed.streams]
+        drawn = ((report.speed.quantized, report.summary.kv, QUANTIZED), (report.speed.fp16, "fp16", FP16))
+        for speed, label, colour in drawn:
+            rates = (speed.decode_tokens_per_s, speed.decode_tokens_per_s_streams)
+            waits = [1000 * count / rate for count, rate in zip(streams, rates, strict=True)]
+            axes.plot(streams, waits, "o-", color=colour, label=label)
+        axes.set(xlabel="streams at once", ylabel="ms a token", xticks=streams, ylim=(0, None))
+        axes.legend()
+
+    return draw_svg("latency", draw)
+
+
 def cost_against_memory(reports: list[Report]) -> str:
     """Mean KL over bytes per sealed token: each format's newest run. Down and to the left is better."""
 

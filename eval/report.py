@@ -76,6 +76,7 @@ def _grid_plots(report: Report, others: list[Report]) -> Iterator[tuple[str, str
                 svg,
                 f"Needles, {variant}: share of the numbers found, by depth and length. Only where fp16 finds all.",
             )
+    yield plots_grid.latency_by_streams(report), "What a stream waits for a token, alone and beside others."
     together = [other for other in others if other.summary.kv != kv] + [report]
     yield (
         plots_grid.cost_against_memory(together),

@@ -80,7 +80,7 @@ def _quality(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
             judged=(top1.interval or [top1.value])[0], interval=top1.interval, **sample,
         ),
         judge(
-            "|perplexity change|, %", abs(change.value), thresholds.ppl_change_pct, "at most",
+            "perplexity change, %", abs(change.value), thresholds.ppl_change_pct, "at most",
             judged=max(abs(end) for end in ends), interval=change.interval, **sample,
         ),
     ]  # fmt: skip
@@ -93,10 +93,8 @@ def _layers(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
     sample = {"samples": len(layers), "unit": "layers", "interval": None}
     ratio, clipped = max(layer.ratio for layer in layers), max(layer.clipped for layer in layers)
     return [
-        judge(
-            "worst layer: error over what its format explains", ratio, thresholds.layer_error_ratio, "at most", **sample
-        ),
-        judge("worst layer: values outside its static scales", clipped, thresholds.clipped_share, "at most", **sample),
+        judge("layer error ratio", ratio, thresholds.layer_error_ratio, "at most", **sample),
+        judge("layer clipped share", clipped, thresholds.clipped_share, "at most", **sample),
     ]
 
 
@@ -117,7 +115,7 @@ def _behaviour(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
         errors = lost / task.standard_error if task.standard_error else 0.0
         figures.append(
             judge(
-                f"task {task.task}: accuracy lost, standard errors", errors, thresholds.task_drop_errors, "at most",
+                f"{task.task} lost, std. errors", errors, thresholds.task_drop_errors, "at most",
                 interval=None, samples=task.documents, unit="documents",
             )
         )  # fmt: skip

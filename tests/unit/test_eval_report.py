@@ -111,7 +111,7 @@ def page() -> str:
 
 
 def test_the_page_has_every_plot_and_needs_nothing_else(page: str) -> None:
-    assert page.count("<svg") == 8  # positions 4, layers, two needle maps, cost against memory
+    assert page.count("<svg") == 9  # positions 4, layers, two needle maps, latency, cost against memory
     assert "int8" in page
     assert "perplexity (word, as lm-eval)" in page
     assert "task copy: 8 documents, 1 flips, same text 90%" in page

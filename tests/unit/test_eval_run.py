@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_figures(
 def test_the_html_needs_nothing_else_and_has_all_plots(finished: tuple[Report, Path]) -> None:
     _, folder = finished
     page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
     assert "var(--quantized)" in page
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", page)
     assert "<script" not in page
