@@ -38,9 +38,10 @@ from eval.runs import latest_reports
 from eval.served import check_served, skipped_check
 from eval.speed import measure_speed, random_prompt
 from eval.statistics import summarise
-from eval.subjects import Subjects, check_request, load_subjects, require_baseline, require_engine
+from eval.subjects import BASELINE_KV, Subjects, check_request, load_subjects, require_baseline, require_engine
 from eval.windows import WindowSet, choose_windows, count_words
 from nibble.recipes import load_kv_recipe, load_model_recipe
+from nibble.runtime import Engine, EngineLimits
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,16 @@ def check_layers(subjects: Subjects, text: WindowSet, tokens: int, console: Cons
     """Replay the beginning of the first window layer by layer; None for no tokens."""
     if not tokens:
         return None
-    if not (can_be_replayed(subjects.fp16) and can_be_replayed(subjects.quantized)):
-        console.print("layers are not checked one by one: this engine's runner does not show them")
-        return None
     console.print("replaying a text through every layer of both engines")
+    fp16, quantized = subjects.fp16, subjects.quantized
+    if not (can_be_replayed(fp16) and can_be_replayed(quantized)):
+        console.print("on the CPU: a GPU's runner does not show its layers; its kernels are judged by the whole model")
+        limits = EngineLimits(max_context=tokens, max_running=1, device="cpu")
+        twins = (subjects.quantized_dir.parent / BASELINE_KV, subjects.quantized_dir)
+        fp16, quantized = (Engine.load(folder, limits) for folder in twins)
     token_ids = text.windows[0].inputs[:tokens]
     digest = hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
-    layers = measure_layers(subjects.fp16, subjects.quantized, token_ids)
+    layers = measure_layers(fp16, quantized, token_ids)
     return LayerCheck(tokens=len(token_ids), sha256=digest, layers=layers)
 
 

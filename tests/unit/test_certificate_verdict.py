@@ -96,6 +96,22 @@ def test_a_broken_engine_fails_and_the_reasons_name_the_layer(
     assert ratio.value > 1.5 * ratio.threshold
 
 
+def test_layers_of_a_gpu_engine_are_replayed_on_the_cpu(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subjects = Subjects(engine(tiny_llama_dir, "int4"), engine(tiny_llama_dir, "fp16"), Path("engines/tiny/int4"))
+    loaded: list[tuple[str, str]] = []
+
+    def load(folder: Path, limits: EngineLimits) -> Engine:
+        loaded.append((folder.name, limits.device))
+        return engine(tiny_llama_dir, folder.name)
+
+    monkeypatch.setattr(eval.evaluate, "can_be_replayed", lambda engine: False)
+    monkeypatch.setattr(eval.evaluate.Engine, "load", load)
+    text = WindowSet([Window("random", 0, tuple(random_prompt(256, 321, seed=0)))], [], None)
+    check = check_layers(subjects, text, 320, Console(quiet=True))
+    assert loaded == [("fp16", "cpu"), ("int4", "cpu")]
+    assert check is not None and max(layer.ratio for layer in check.layers) < 1.1
+
+
 def measured_again(report: Report, subjects: Subjects) -> Report:
     """The report with the quality and the layers of other engines, on random text."""
     token_ids = random_prompt(256, 321, seed=0)
