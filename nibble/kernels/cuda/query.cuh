@@ -97,10 +97,17 @@ DEVICE float apply_static_scales(const DecodeParams& p, int kv_head, int j, floa
     return row_sum(sum);
 }
 
+// For later architectures the compiler would keep the queries of both head tiles in registers that there are not.
+#if __CUDA_ARCH__ >= 1000
+constexpr int kTilesAtOnce = 1;
+#else
+constexpr int kTilesAtOnce = kHeadTiles;
+#endif
+
 DEVICE void prepare_queries(const DecodeParams& p, const Unit& unit, Shared* s, int buffer, int lane) {
     const int j = lane & 3;
     const float to_log2 = p.softmax_scale * 1.4426950408889634f;
-#pragma unroll
+#pragma unroll kTilesAtOnce
     for (int tile = 0; tile < kHeadTiles; ++tile) {
         const int head = tile * 8 + lane / 4;
         float x[kQueryChunks * 8];
