@@ -9,6 +9,7 @@ format, and the files beside the manifest. Dates, versions and the server's limi
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -214,5 +215,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _verify_file(path: Path, expected: str) -> None:
     if not path.is_file():
         raise NibbleError(f"{path}: missing; run `make engine` again")
+    if not os.access(path, os.R_OK):
+        raise NibbleError(f"{path}: this user may not read it; as its owner: chmod -R a+rX {path.parent}")
     if file_sha256(path) != expected:
         raise NibbleError(f"{path}: differs from what the build wrote; run `make engine` again")

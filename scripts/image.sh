@@ -39,6 +39,7 @@ lay_engine() {
     mkdir -p "docker/engine/$model"
     cp -rL "$root/$ENGINE" "docker/engine/$model/"
     [[ ! -d $root/$model/source ]] || cp -rL "$root/$model/source" "docker/engine/$model/"
+    chmod -R a+rX "docker/engine/$model" # the image's user is not the one who built the engine
 }
 
 build() {
