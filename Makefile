@@ -70,11 +70,11 @@ fallback: setup ## switch the cache of a running server to fp16, or back with KV
 chat: setup ## talk to a running server (PORT=)
 	@$(PY) -m serve.chat $(call opt,PORT,--port)
 
-eval: setup ## compare an engine with its fp16 twin (MODEL= KV= QUICK=1)
-	@$(PY) -m eval.run $(CHOICE) $(if $(QUICK),--quick)
+eval: setup ## compare an engine with its fp16 twin (MODEL= KV= QUICK=1 PLAN=)
+	@$(PY) -m eval.run $(CHOICE) $(call opt,PLAN,--plan) $(if $(QUICK),--quick)
 
-certify: setup ## build, evaluate and sign: the certificate that serving asks for (MODEL= KV= QUICK=1)
-	@$(PY) -m eval.certify $(CHOICE) $(if $(QUICK),--quick)
+certify: setup ## build, evaluate and sign: the certificate that serving asks for (MODEL= KV= QUICK=1 PLAN=)
+	@$(PY) -m eval.certify $(CHOICE) $(call opt,PLAN,--plan) $(if $(QUICK),--quick)
 
 advise: setup ## memory and quality of every format for a workload (MODEL= GPU= CONTEXT= CONCURRENCY=)
 	@$(PY) -m eval.advise $(call opt,MODEL,--model) $(call opt,GPU,--gpu) $(call opt,CONTEXT,--context) \

@@ -32,7 +32,7 @@ FAILED = 1
 def main(arguments: Sequence[str] | None = None) -> None:
     """Certify from the command line; exits with 1 when the engine failed. NibbleError for bad input."""
     options = _parser().parse_args(arguments)
-    plan = load_plan("quick" if options.quick else "full", windows=options.windows, seed=options.seed)
+    plan = load_plan("quick" if options.quick else options.plan, windows=options.windows, seed=options.seed)
     request = EvalRequest(options.model, options.kv, plan, options.served)
     build(options.model, options.kv)
     certificate, summary = certify(request, Console(stderr=True))
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2-135m", help="model recipe, folder or hub id")
     parser.add_argument("--kv", default="int4", help="KV recipe")
     parser.add_argument("--quick", action="store_true", help="the plan recipes/eval/quick.yaml instead of full.yaml")
+    parser.add_argument("--plan", default="full", help="a plan of recipes/eval: full, quick, long")
     parser.add_argument("--windows", type=int, help="how many windows of text")
     parser.add_argument("--seed", type=int, help="decides windows, prompts and bootstrap samples")
     parser.add_argument(

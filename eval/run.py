@@ -48,7 +48,7 @@ def failed_checks(report: Report, max_kl_mean: float | None) -> list[str]:
 
 def _request(options: argparse.Namespace) -> EvalRequest:
     plan = load_plan(
-        "quick" if options.quick else "full",
+        "quick" if options.quick else options.plan,
         windows=options.windows,
         window_tokens=options.window_tokens,
         seed=options.seed,
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2-135m", help="model recipe, folder or hub id")
     parser.add_argument("--kv", default="int4", help="KV recipe of a built engine")
     parser.add_argument("--quick", action="store_true", help="the plan recipes/eval/quick.yaml instead of full.yaml")
+    parser.add_argument("--plan", default="full", help="a plan of recipes/eval: full, quick, long")
     parser.add_argument("--windows", type=int, help="how many windows of text")
     parser.add_argument("--window-tokens", type=int, help="tokens in a window")
     parser.add_argument("--seed", type=int, help="decides windows, prompts and bootstrap samples")

@@ -25,7 +25,7 @@ END {
     print "  TRACE        file for Triton traces, or the URL of an OpenTelemetry collector"
     print "  TARGET, REGISTRY, ENGINE  the image to build (cpu, gpu, trtllm), where to push it, the engine to bake in"
     print "  SOAK_MINUTES, STREAMS  how long the soak runs, with how many clients at once"
-    print "  QUICK        1: evaluate on less text"
+    print "  QUICK, PLAN  1: evaluate on less text; or a plan of recipes/eval: full, quick, long"
     print "  GPU          a100-40 a100-80 h100 h200 l4 l40s rtx4090, for advice"
     print "  CONCURRENCY  requests at once, for advice"
     print "  PYTHON       interpreter for .venv, 3.11 or 3.12"

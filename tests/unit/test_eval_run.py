@@ -236,7 +236,7 @@ def test_every_shipped_plan_loads(name: str) -> None:
 
 
 def test_an_unknown_plan_lists_the_plans() -> None:
-    with pytest.raises(NibbleError, match="allowed full, quick"):
+    with pytest.raises(NibbleError, match="allowed full, long, quick"):
         load_plan("fast")
 
 
