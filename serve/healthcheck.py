@@ -1,6 +1,6 @@
 """For a container's HEALTHCHECK: exit code 0 when the front of this machine says that it is ready, 1 otherwise.
 
-    python -m serve.healthcheck [--port 8003]
+python -m serve.healthcheck [--port 8003]
 """
 
 from __future__ import annotations
