@@ -7,12 +7,11 @@ import random
 import time
 
 from bench.soak.client import SoakClient, Tally
-from bench.soak.workload import MAX_TOKENS, make_prompts, make_task
+from bench.soak.workload import MAX_TOKENS, Prompt, make_prompts, make_task
 
 
-async def run_load(client: SoakClient, *, streams: int, seconds: float, seed: int) -> None:
+async def run_load(client: SoakClient, prompts: list[Prompt], *, streams: int, seconds: float, seed: int) -> None:
     """Load a front for `seconds`; the client's tally says how it went. The golden answers are learnt first."""
-    prompts = make_prompts(seed)
     await client.learn(prompts, MAX_TOKENS)
     deadline = time.monotonic() + seconds
 
@@ -26,10 +25,10 @@ async def run_load(client: SoakClient, *, streams: int, seconds: float, seed: in
 
 async def soak(url: str, model: str, *, streams: int, seconds: float, seed: int) -> Tally:
     """The short form: load alone, no faults."""
-    tally = Tally()
-    client = SoakClient(url, model, make_prompts(seed), tally)
+    tally, prompts = Tally(), make_prompts(seed)
+    client = SoakClient(url, model, prompts, tally)
     try:
-        await run_load(client, streams=streams, seconds=seconds, seed=seed)
+        await run_load(client, prompts, streams=streams, seconds=seconds, seed=seed)
     finally:
         await client.close()
     return tally

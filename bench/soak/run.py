@@ -39,8 +39,9 @@ from nibble.versions import versions
 
 RESULT = Path(__file__).parent.parent / "results" / "soak_cpu.json"
 KILL_EVERY_S = 75.0
-SAMPLE_EVERY_S = 5.0
+SAMPLE_EVERY_S = 2.0
 BATCH = 8
+LONG_REPEATS = 170  # most of the context: a pool of the least size holds the sealed pages of one or two such sequences
 VICTIMS = ("stub", "server", "front")
 SEALED = 'nibble_pages{{[^}}]*pool="sealed",state="{}"[^}}]*}}'
 GROWTH_MIB, GROWTH_RATIO = 24.0, 1.1
@@ -79,13 +80,14 @@ def server_arguments(arguments: argparse.Namespace) -> list[str]:
 
 async def soak_server(server: SoakServer, arguments: argparse.Namespace, tally: Tally, record: Record) -> None:
     """Load, kill and watch until the time is up."""
-    client = SoakClient(server.front_url, arguments.model, make_prompts(arguments.seed), tally)
+    prompts = make_prompts(arguments.seed, LONG_REPEATS)
+    client = SoakClient(server.front_url, arguments.model, prompts, tally)
     seconds = arguments.minutes * 60
     watchers = [asyncio.create_task(sample(server, client, record))]
     if not arguments.no_kills:
         watchers.append(asyncio.create_task(kill_now_and_then(server, client, record, time.monotonic() + seconds)))
     try:
-        await run_load(client, streams=arguments.streams, seconds=seconds, seed=arguments.seed)
+        await run_load(client, prompts, streams=arguments.streams, seconds=seconds, seed=arguments.seed)
     finally:
         for watcher in watchers:
             watcher.cancel()
@@ -121,9 +123,9 @@ async def sample(server: SoakServer, client: SoakClient, record: Record) -> None
             record.memory.setdefault(name, []).append((server.victim(name).pid, mib))
         record.preemptions = max(record.preemptions, preemptions)
         record.fullest_pool = max(record.fullest_pool, used / (used + free))
-        progress.print(
-            f"{sum(client.tally.done.values())} requests, {len(client.tally.wrong)} wrong, {usage}, {used} pages"
-        )
+        sizes = ", ".join(f"{name} {mib:.0f} MiB" for name, mib in usage.items())
+        told = f"{sum(client.tally.done.values())} requests, {len(client.tally.wrong)} wrong"
+        progress.print(f"{told}, {used:.0f} of {used + free:.0f} sealed pages, {sizes}")
 
 
 def growth_mib(samples: list[tuple[int, float]]) -> tuple[float, float]:
@@ -178,7 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv", default="int4")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--pool-mb", type=int, default=62, help="as small as the server takes, so that it is full")
+    parser.add_argument("--pool-mb", type=int, default=60, help="as small as the server takes, so that it is full")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-kills", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 MAX_TOKENS = 32
 TAGS = 16
+LONG_REPEATS = 100
 
 
 class Kind(StrEnum):
@@ -34,7 +35,7 @@ WEIGHTS = {
     Kind.STREAM: 8,
     Kind.WHOLE: 4,
     Kind.STOP_STRING: 3,
-    Kind.LONG: 2,
+    Kind.LONG: 4,
     Kind.CANCEL: 2,
     Kind.HANG_UP: 1,
     Kind.MALFORMED: 1,
@@ -69,13 +70,13 @@ class Task:
     max_tokens: int
 
 
-def make_prompts(seed: int) -> list[Prompt]:
-    """Short prompts and, every fourth, one of several pages; each with its own tag."""
+def make_prompts(seed: int, long_repeats: int = LONG_REPEATS) -> list[Prompt]:
+    """Short prompts and, every fourth, one of `long_repeats` times its tag; each prompt has a tag of its own."""
     source = random.Random(seed)  # noqa: S311
     tags: dict[str, None] = {}
     while len(tags) < TAGS:
         tags["".join(source.choice("BCDFGKLMNPRSTVZ") + source.choice("aeiou") for _ in range(3))] = None
-    return [Prompt(tag, " ".join([tag] * (100 if index % 4 == 3 else 10))) for index, tag in enumerate(tags)]
+    return [Prompt(tag, " ".join([tag] * (long_repeats if index % 4 == 3 else 10))) for index, tag in enumerate(tags)]
 
 
 def make_task(source: random.Random, prompts: list[Prompt]) -> Task:
