@@ -69,8 +69,8 @@ class NativeHost:
     def _score(self, context: str, continuation: str) -> Score:
         """Tokens are cut where the context ends; spaces at its end belong to the continuation (as lm-eval does)."""
         bare = context.rstrip()
-        head = self.engine.encode(bare)
-        whole = self.engine.encode(context + continuation)
+        head = self.engine.encode(bare) if bare else []
+        whole = self.engine.encode(context + continuation) if bare else self._ids(context + continuation)
         first = max(1, _common_length(head, whole))
         logits = torch.cat(list(self.engine.logits(whole[:-1])))[first - 1 :].log_softmax(-1)
         targets = torch.tensor(whole[first:])

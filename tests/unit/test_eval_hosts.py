@@ -62,6 +62,14 @@ def test_a_continuation_is_scored_through_the_cache(engine: Engine) -> None:
     assert own.is_greedy or "�" in greedy
 
 
+def test_a_text_without_context_is_scored_from_its_first_token(engine: Engine) -> None:
+    (score,), (rolling,) = (
+        NativeHost(engine).log_likelihood([("", "a")]),
+        NativeHost(engine).rolling_log_likelihood(["a"]),
+    )
+    assert score.log_likelihood == pytest.approx(rolling, abs=1e-5)
+
+
 def test_a_text_is_scored_in_windows_of_the_context(engine: Engine) -> None:
     text = "some text " * 40
     whole = NativeHost(engine).rolling_log_likelihood([text])[0]
