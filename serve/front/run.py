@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 async def serve(settings: FrontSettings) -> None:
     """Listen until a signal. Raises NibbleError when the port is taken."""
     log = JsonLog(settings.log_path)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # gRPC drops tasks of cancelled streams
     config = uvicorn.Config(
         make_app(settings, log),
         host=settings.host,
