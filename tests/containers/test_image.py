@@ -52,7 +52,9 @@ def run(*command: str, environment: dict[str, str] | None = None) -> str:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("containers")
     yield folder
-    subprocess.run([*buildah(folder), "rm", "--all"], check=False, capture_output=True)
+    for storage in ("build", "pulled"):
+        for command in ("umount", "rm"):
+            subprocess.run([*buildah(folder, storage), command, "--all"], check=False, capture_output=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
