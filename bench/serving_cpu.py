@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "recoveries_s": {name: [round(value, 2) for value in times] for name, times in recoveries.items()},
         "targets": TARGETS,
         "repeats": arguments.repeats,
+        "load_average_15_min": os.getloadavg()[2],  # what else the machine was doing
         "machine": describe_machine(),
         "versions": versions(),
         "commit": current_commit(),

@@ -165,6 +165,7 @@ def summarize(arguments: argparse.Namespace, tally: Tally, record: Record) -> di
         "memory_mib_early_late": {name: [round(early, 1), round(late, 1)] for name, (early, late) in memory.items()},
         "problems": problems[:50],
         "threads": os.environ.get("OMP_NUM_THREADS"),
+        "load_average_15_min": os.getloadavg()[2],  # what else the machine was doing
         "machine": describe_machine(),
         "versions": versions(),
         "commit": current_commit(),
