@@ -85,7 +85,6 @@ def _front(settings: ServeSettings, arguments: argparse.Namespace) -> FrontOptio
     port = settings.http_port + FRONT_OFFSET if arguments.openai_port is None else arguments.openai_port
     if port == 0:
         return None
-    preflight.check_port(arguments.openai_host, port, "OpenAI front")
     check_open(arguments.openai_host, arguments.keys, is_open=arguments.no_keys)
     parse_split(arguments.split)
     values = {

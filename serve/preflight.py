@@ -36,7 +36,9 @@ def check(settings: ServeSettings) -> None:
     for binary in (wheel.server_binary(), wheel.backend_library(), wheel.stub_binary()):
         check_libraries(binary)
     for endpoint, port in settings.ports.items():
-        check_port(settings.host, port, endpoint)
+        check_port(settings.address(endpoint), port, endpoint)
+    if settings.front is not None:
+        check_port(settings.front.host, settings.front.port, "OpenAI front")
 
 
 def check_engine(directory: Path, build_command: str) -> None:
@@ -87,7 +89,7 @@ def check_port(host: str, port: int, endpoint: str) -> None:
         if error.errno == errno.EADDRINUSE:
             raise NibbleError(
                 f"port {port} ({endpoint}) is in use on {host}; stop the server there or take other ports with "
-                f"--port N (PORT=N with make): http N, grpc N+1, metrics N+2"
+                f"--port N (PORT=N with make): http N, grpc N+1, metrics N+2, OpenAI front N+3"
             ) from error
         raise NibbleError(
             f"can't listen on {host}:{port} ({endpoint}): {error.strerror}; check --host and --port"

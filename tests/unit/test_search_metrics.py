@@ -17,5 +17,5 @@ def test_layers_are_counted_by_format() -> None:
     family = new_family_class()
     EngineMetrics(family, "mixed", None).publish(stats)
     for name in ("int4", "k8v4"):
-        key = frozenset({"kv": "mixed", "format": name}.items())
+        key = frozenset({"kv": "mixed", "engine": "llm", "format": name}.items())
         assert family.metrics["nibble_kv_layers", key].value == 1

@@ -32,7 +32,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServeSettings:
         engine_hash="ab" * 32,
     )
     monkeypatch.setattr(options, "read_manifest", lambda directory: manifest)
-    monkeypatch.setattr(options.preflight, "check_port", lambda *args: None)
     return ServeSettings(
         "tiny-int4", tmp_path / "tiny" / "int4", http_port=9000, options=EngineOptions(max_context=512)
     )
