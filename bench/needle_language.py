@@ -29,7 +29,7 @@ class Language:
     """How many words there are of each kind. Ids: special words, keys, values, filler."""
 
     keys: int = 4096
-    values: int = 512
+    values: int = 64
     fillers: int = 256
 
     @property

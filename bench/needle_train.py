@@ -54,7 +54,7 @@ class Recipe:
 
 
 FULL = Recipe(
-    Language(), layers=2, hidden=256, heads=4, kv_heads=2, rope_theta=1e11, max_tokens=32768,
+    Language(), layers=2, hidden=256, heads=4, kv_heads=2, rope_theta=1e13, max_tokens=32768,
     stages=(
         Stage(256, 256, 6, 3e-4),
         Stage(2048, 32, 6, 3e-4),

@@ -84,8 +84,11 @@ def needle_section(records: list[dict[str, Any]]) -> str:
         shares = [row[key] for variant in VARIANTS for key in (variant, f"{variant} at the longest")]
         rows.append([row["format"], *("" if share is None else f"{share:.1%}" for share in shares)])
     longest = max(record["length"] for record in records)
+    asked = sum(record["trials"] for record in records if record["format"] == "fp16")
     headings = ["KV", *(text for variant in VARIANTS for text in (variant, f"{variant}, {longest:,}"))]
-    return "\n## Needles: recall where fp16 recalls\n\n" + table(headings, rows)
+    title = f"\n## Needles: recall where fp16 recalls, to {longest:,} tokens ({asked:,} needles a format)\n"
+    about = "The needle model as wired ([evaluation.md](evaluation.md)): over all lengths, and at the longest.\n"
+    return f"{title}\n{about}\n" + table(headings, rows)
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
