@@ -99,6 +99,7 @@ def write_byte_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the gpu tier, with its reason, where there is no GPU; share the tests out between workers."""
     _group_for_workers(items)
