@@ -99,10 +99,8 @@ def write_byte_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the gpu tier, with its reason, where there is no GPU; share the tests out between workers."""
-    _group_for_workers(items)
+    """Skip the gpu tier, with its reason, where there is no GPU."""
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -111,10 +109,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="gpu tier: torch finds no CUDA device"))
-
-
-def _group_for_workers(items: list[pytest.Item]) -> None:
-    """What needs the real model or Triton stays together on one worker; other files are spread."""
-    for item in items:
-        is_heavy = any(item.get_closest_marker(name) for name in ("model", "triton"))
-        item.add_marker(pytest.mark.xdist_group("real model" if is_heavy else item.path.name))
