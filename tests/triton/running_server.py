@@ -25,6 +25,9 @@ from serve.settings import ServeSettings
 MODEL, KV = "smollm2-135m", "int4"
 LIMITS = EngineLimits(max_context=512, max_running=8, max_waiting=8)
 START_S = 120.0
+# The server may compute an answer in one batch with the canary's: products of another shape add in another order, and
+# K and V rounded to fp16 carry that on. Seen: up to 0.00102.
+LOG_PROB_TOLERANCE = 5e-3
 
 
 @dataclass

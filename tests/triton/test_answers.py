@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nibble.runtime import Completion, Engine, SamplingParams
-from tests.triton.running_server import RunningServer, wait_for
+from tests.triton.running_server import LOG_PROB_TOLERANCE, RunningServer, wait_for
 
 PROMPT = "The capital of France is"
 CHAT = [{"role": "user", "content": "Name three colours."}]
@@ -58,7 +58,7 @@ def test_generate_is_one_response_with_log_probs(server: RunningServer, engine: 
     expected = in_process(engine, PROMPT, max_tokens=8)
     answer = server.llm.generate(PROMPT, max_tokens=8, return_log_probs=True)
     assert list(answer.token_ids) == expected.token_ids
-    assert answer.log_probs == pytest.approx(expected.logprobs, abs=1e-3)
+    assert answer.log_probs == pytest.approx(expected.logprobs, abs=LOG_PROB_TOLERANCE)
 
 
 def test_http_generate(server: RunningServer) -> None:

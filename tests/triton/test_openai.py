@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from nibble.runtime import Engine, SamplingParams
-from tests.triton.running_server import LIMITS, RunningServer, wait_for
+from tests.triton.running_server import LIMITS, LOG_PROB_TOLERANCE, RunningServer, wait_for
 
 CHAT: Any = [{"role": "user", "content": "Name three colours."}]
 PROMPT = "The capital of France is"
@@ -37,7 +37,9 @@ def test_chat_is_the_engines_answer(client: openai.OpenAI, engine: Engine) -> No
     assert answer.usage.completion_tokens == len(expected.token_ids)
     assert str(answer.system_fingerprint).startswith("int4-")
     assert choice.logprobs and choice.logprobs.content
-    assert [token.logprob for token in choice.logprobs.content] == pytest.approx(expected.logprobs, abs=1e-3)
+    assert [token.logprob for token in choice.logprobs.content] == pytest.approx(
+        expected.logprobs, abs=LOG_PROB_TOLERANCE
+    )
     assert bytes(byte for token in choice.logprobs.content for byte in token.bytes or []).decode() == expected.text
     assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
 
@@ -63,7 +65,7 @@ def test_completions_with_log_probs(client: openai.OpenAI, engine: Engine) -> No
     (choice,) = answer.choices
     assert choice.text == expected.text
     assert choice.logprobs and "".join(choice.logprobs.tokens or []) == expected.text
-    assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+    assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=LOG_PROB_TOLERANCE)
 
 
 def test_eight_streams_are_not_mixed_up(client: openai.OpenAI, engine: Engine) -> None:
