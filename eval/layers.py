@@ -7,9 +7,12 @@ engine is given the very input that the fp16 engine's layer got, and their atten
     expected(layer) = the same for an exact quantizer (`nibble.fake_cache`) on the fp16 engine's Q, K and V
     ratio(layer)    = error / (expected + floor)                        1 for a cache that does what its format says
     clipped(layer)  = share of the text's K or V outside the range of the engine's static scales
+    stored(page)    = largest |value read back - value|, in half steps of the exact quantizer     1 for rounded codes
 
 The ratio shows a cache that is written or read wrongly, the clipped share one whose static scales are another's. The
-floor is what the model's type rounds: both engines keep fp16 pages, so their rounding cancels.
+floor is what the model's type rounds: both engines keep fp16 pages, so their rounding cancels. Attention may not care
+what is wrong with K: what is the same for all keys drops out of the softmax. So sealed pages are also held against the
+very K and V that they were made of.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ from torch import nn
 
 from eval.records import LayerFigures
 from nibble.fake_cache import fake_cache_attention
-from nibble.formats import FORMATS, PAGE_TOKENS, TensorFormat
-from nibble.quantizer import ScaleZero
+from nibble.formats import FORMATS, PAGE_TOKENS, ScaleKind, TensorFormat
+from nibble.packing import unseal_pages
+from nibble.quantizer import ScaleZero, quantize
+from nibble.reference import LayerScales
 from nibble.rotation import rotate
 from nibble.runtime import Engine
-from nibble.runtime.attention import AttentionBackend
 from nibble.runtime.cache import CacheSpec
+from nibble.runtime.cpu_backend import CpuBackend
 from nibble.runtime.step import Step
 
 SMALLEST_ERROR = 1e-4  # relative: below it, order of summation is part of the figure
@@ -39,13 +44,17 @@ Edit = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass
 class LayerRecord:
-    """What passed through one layer, all tokens so far. q, k, v: [tokens, heads, D]; output: [tokens, hidden]."""
+    """What passed through one layer, all tokens so far. q, k, v: [tokens, heads, D]; output: [tokens, hidden].
+
+    sealed: the bytes of the pages that were sealed, in sequence order, uint8 [pages, kv_heads, page_bytes].
+    """
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     output: list[torch.Tensor] = field(default_factory=list)
     q: list[torch.Tensor] = field(default_factory=list)
     k: list[torch.Tensor] = field(default_factory=list)
     v: list[torch.Tensor] = field(default_factory=list)
+    sealed: list[torch.Tensor] = field(default_factory=list)
     scaling: float = 1.0
     sliding_window: int | None = None
 
@@ -113,6 +122,7 @@ def _figures(
         first_position=first,
         page_ratios=[_relative(got, of) / (_relative(known, of) + floor) for got, known, of in pages],
         clipped=clipped_share(index, reference, spec),
+        stored_errors=_stored_errors(index, candidate, spec),
     )
 
 
@@ -150,6 +160,37 @@ def _clipped(values: torch.Tensor, static: ScaleZero | None, fmt: TensorFormat) 
     return float(((codes < -0.5) | (codes > fmt.levels + 0.5)).float().mean())
 
 
+def _stored_errors(index: int, record: LayerRecord, spec: CacheSpec) -> list[float]:
+    """The largest error of every sealed page, K's or V's, in half steps of the exact quantizer."""
+    if not record.sealed:
+        return []
+    fmt, scales, transform = spec.formats[index], spec.scales.get(index, LayerScales()), spec.key_transforms.get(index)
+    k, v, sealed = torch.cat(record.k).float(), torch.cat(record.v).float(), torch.cat(record.sealed)
+    offset = None if transform is None else transform.offset(torch.arange(len(k)))
+    k = k if offset is None else k - offset
+    first = spec.policy.sink_pages * PAGE_TOKENS
+    k, v = (
+        x[first : first + len(sealed) * PAGE_TOKENS].half().unflatten(0, (-1, PAGE_TOKENS)).transpose(1, 2)
+        for x in (k, v)
+    )
+    k_back, v_back = unseal_pages(sealed, spec.layouts[index], scales.k, scales.v)
+    errors = torch.maximum(_half_steps(k_back, k, fmt.k, scales.k), _half_steps(v_back, v, fmt.v, scales.v))
+    return [float(error) for error in errors]
+
+
+def _half_steps(back: torch.Tensor, values: torch.Tensor, fmt: TensorFormat, static: ScaleZero | None) -> torch.Tensor:
+    """The largest |back - values| of every page [pages, heads, 64, D], in half steps; 0 for 16 bits.
+
+    Values outside static scales count as the end of the range: `clipped_share` judges them.
+    """
+    if fmt.scale is ScaleKind.NONE:
+        return torch.zeros(len(values))
+    exact = quantize(values, fmt, static).parameters
+    step, lowest = exact.scale.float(), exact.zero.float()
+    stored = values.float().clamp(lowest, lowest + fmt.levels * step)
+    return ((back - stored).abs() / (step / 2)).amax((1, 2, 3))
+
+
 def _relative(error: torch.Tensor, size: torch.Tensor) -> float:
     return float(error.norm() / size.norm().clamp_min(1e-12))
 
@@ -157,7 +198,7 @@ def _relative(error: torch.Tensor, size: torch.Tensor) -> float:
 class _Recorder:
     """A backend that keeps what passes through it."""
 
-    def __init__(self, backend: AttentionBackend, records: list[LayerRecord]) -> None:
+    def __init__(self, backend: CpuBackend, records: list[LayerRecord]) -> None:
         self._backend, self._records = backend, records
 
     def __getattr__(self, name: str) -> Any:
@@ -170,6 +211,8 @@ class _Recorder:
 
     def seal(self, layer: int, step: Step) -> None:
         self._backend.seal(layer, step)
+        if step.seal_pairs:
+            self._records[layer].sealed.append(self._backend.storage.sealed[layer][step.seal_to])
 
     def attend(
         self, layer: int, q: torch.Tensor, step: Step, softmax_scale: float, sliding_window: int | None

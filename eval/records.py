@@ -141,6 +141,8 @@ class LayerFigures(StrictModel):
 
     error, expected: relative to the fp16 output. page_ratios: of every page of positions from `first_position` on.
     clipped: share of K's or V's values (the larger) outside static scales; 0 for formats that carry theirs in pages.
+    stored_errors: the largest error of a value of K or V in each sealed page, in half steps of the exact quantizer: 1
+    for codes that are rounded right. A page is first read at the position of its place in `page_ratios`.
     """
 
     layer: int
@@ -151,6 +153,12 @@ class LayerFigures(StrictModel):
     first_position: int
     page_ratios: list[float]
     clipped: float
+    stored_errors: list[float] = Field(default_factory=list)
+
+    @property
+    def stored_error(self) -> float:
+        """Of the worst page."""
+        return max(self.stored_errors, default=0.0)
 
 
 class LayerCheck(StrictModel):

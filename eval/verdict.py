@@ -91,11 +91,12 @@ def _layers(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
         return []
     layers = report.layers.layers
     sample = {"samples": len(layers), "unit": "layers", "interval": None}
-    ratio, clipped = max(layer.ratio for layer in layers), max(layer.clipped for layer in layers)
-    return [
-        judge("layer error ratio", ratio, thresholds.layer_error_ratio, "at most", **sample),
-        judge("layer clipped share", clipped, thresholds.clipped_share, "at most", **sample),
+    judged = [
+        ("layer error ratio", max(layer.ratio for layer in layers), thresholds.layer_error_ratio),
+        ("layer clipped share", max(layer.clipped for layer in layers), thresholds.clipped_share),
+        ("stored error, half steps", max(layer.stored_error for layer in layers), thresholds.stored_error),
     ]
+    return [judge(name, value, threshold, "at most", **sample) for name, value, threshold in judged]
 
 
 def _behaviour(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
@@ -123,16 +124,23 @@ def _behaviour(report: Report, thresholds: CertificateRecipe) -> list[Figure]:
 
 
 def _is_sick(layer: LayerFigures, thresholds: CertificateRecipe) -> bool:
-    return layer.ratio > thresholds.layer_error_ratio or layer.clipped > thresholds.clipped_share
+    return (
+        layer.ratio > thresholds.layer_error_ratio
+        or layer.clipped > thresholds.clipped_share
+        or layer.stored_error > thresholds.stored_error
+    )
 
 
 def _locate_layer(sick: list[LayerFigures], thresholds: CertificateRecipe) -> str:
     first = sick[0]
-    page = next((at for at, ratio in enumerate(first.page_ratios) if ratio > thresholds.layer_error_ratio), 0)
+    pages = (first.page_ratios, thresholds.layer_error_ratio), (first.stored_errors, thresholds.stored_error)
+    wrong = [at for errors, allowed in pages for at, error in enumerate(errors) if error > allowed]
+    position = first.first_position + PAGE_TOKENS * min(wrong, default=0)
     others = f" and {len(sick) - 1} more" if len(sick) > 1 else ""
-    where = f"layer {first.layer} ({first.format}){others}, at position {first.first_position + PAGE_TOKENS * page}"
+    where = f"layer {first.layer} ({first.format}){others}, at position {position}"
     error = f"attention error {first.error:.3g}, {first.ratio:.1f} times what the format explains"
-    return f"it starts in {where}: {error}; {first.clipped:.2%} of values outside static scales"
+    stored = f"stored values off by up to {first.stored_error:.1f} half steps"
+    return f"it starts in {where}: {error}; {stored}; {first.clipped:.2%} of values outside static scales"
 
 
 def _complaint(figure: Figure) -> str:

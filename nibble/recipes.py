@@ -87,7 +87,8 @@ class CertificateRecipe(StrictModel):
     kl_mean, kl_p999: nats a token, at most. top1_agreement: share of positions, at least. ppl_change_pct: of the
     absolute change, at most. needle_drop: recall lost on cells that fp16 passes, at most. task_drop_errors: accuracy
     lost, in standard errors of the paired difference, at most. layer_error_ratio: a layer's attention error over what
-    its format explains, at most. clipped_share: of a layer's values outside its static scales, at most.
+    its format explains, at most. clipped_share: of a layer's values outside its static scales, at most. stored_error:
+    of a stored value, in half steps of its format, at most.
     on_uncertified: refuse to serve, serve with an fp16 cache, or warn and serve.
     """
 
@@ -99,6 +100,7 @@ class CertificateRecipe(StrictModel):
     task_drop_errors: Annotated[float, Field(ge=1e-9, le=1e3)] = 2.0
     layer_error_ratio: Annotated[float, Field(ge=1.0, le=1e3)] = 1.5
     clipped_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.005
+    stored_error: Annotated[float, Field(ge=1.0, le=1e3)] = 1.5
     on_uncertified: Literal["refuse", "fallback", "warn"] = "fallback"
 
 

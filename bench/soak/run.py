@@ -80,7 +80,7 @@ def server_arguments(arguments: argparse.Namespace) -> list[str]:
 
 async def soak_server(server: SoakServer, arguments: argparse.Namespace, tally: Tally, record: Record) -> None:
     """Load, kill and watch until the time is up."""
-    prompts = make_prompts(arguments.seed, LONG_REPEATS)
+    prompts = make_prompts(arguments.seed, long_repeats=LONG_REPEATS)
     client = SoakClient(server.front_url, arguments.model, prompts, tally)
     seconds = arguments.minutes * 60
     watchers = [asyncio.create_task(sample(server, client, record))]

@@ -35,7 +35,7 @@ WEIGHTS = {
     Kind.STREAM: 8,
     Kind.WHOLE: 4,
     Kind.STOP_STRING: 3,
-    Kind.LONG: 4,
+    Kind.LONG: 8,
     Kind.CANCEL: 2,
     Kind.HANG_UP: 1,
     Kind.MALFORMED: 1,
@@ -70,17 +70,17 @@ class Task:
     max_tokens: int
 
 
-def make_prompts(seed: int, long_repeats: int = LONG_REPEATS) -> list[Prompt]:
-    """Short prompts and, every fourth, one of `long_repeats` times its tag; each prompt has a tag of its own."""
+def make_prompts(seed: int, count: int = TAGS, long_repeats: int = LONG_REPEATS) -> list[Prompt]:
+    """Short prompts and, every other, one of `long_repeats` times its tag; each prompt has a tag of its own."""
     source = random.Random(seed)  # noqa: S311
     tags: dict[str, None] = {}
-    while len(tags) < TAGS:
+    while len(tags) < count:
         tags["".join(source.choice("BCDFGKLMNPRSTVZ") + source.choice("aeiou") for _ in range(3))] = None
-    return [Prompt(tag, " ".join([tag] * (long_repeats if index % 4 == 3 else 10))) for index, tag in enumerate(tags)]
+    return [Prompt(tag, " ".join([tag] * (long_repeats if index % 2 else 10))) for index, tag in enumerate(tags)]
 
 
-def make_task(source: random.Random, prompts: list[Prompt]) -> Task:
-    """The next request of a client."""
+def make_task(source: random.Random, prompts: list[Prompt], max_tokens: int = MAX_TOKENS) -> Task:
+    """The next request of a client, for 4 to `max_tokens` tokens."""
     (kind,) = source.choices(list(WEIGHTS), list(WEIGHTS.values()))
     of_kind = [prompt for prompt in prompts if (len(prompt.text) > 200) == (kind is Kind.LONG)]
-    return Task(kind, source.choice(of_kind), source.randint(4, MAX_TOKENS))
+    return Task(kind, source.choice(of_kind), source.randint(4, max_tokens))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -36,13 +38,13 @@ LoadSubjects = Callable[[str], Subjects]
 
 @pytest.fixture(scope="module")
 def plan() -> EvalPlan:
-    """The quick plan with two of its windows."""
-    return load_plan("quick", windows=2)
+    """The quick plan with two windows, half as long."""
+    return load_plan("quick", windows=2, window_tokens=512)
 
 
 @pytest.fixture(scope="module")
 def subjects_of(plan: EvalPlan) -> LoadSubjects:
-    """Engines by KV name, built when they are not there; fp16 beside each."""
+    """Engines by KV name, built when they are not there, loaded once; fp16 beside each."""
 
     def load(kv: str) -> Subjects:
         for name in (kv, "fp16"):
@@ -51,7 +53,7 @@ def subjects_of(plan: EvalPlan) -> LoadSubjects:
             assert built.returncode == 0, built.stdout + built.stderr
         return load_subjects(require_engine(MODEL, kv), require_engine(MODEL, "fp16"), plan)
 
-    return load
+    return functools.cache(load)
 
 
 def measure(subjects: Subjects, plan: EvalPlan, folder: Path) -> tuple[Quality, list[PositionMeasures]]:
@@ -109,7 +111,7 @@ def test_a_broken_cache_shows_where_pages_are_sealed_and_nowhere_else(
     spoil: Callable[[torch.Tensor, SealedPageLayout], None],
 ) -> None:
     subjects, seal = subjects_of("int4"), CpuBackend.seal
-    short = plan.model_copy(update={"windows": 1, "window_tokens": 512})
+    short = plan.model_copy(update={"windows": 1})
 
     def seal_and_spoil(backend: CpuBackend, layer: int, step: Step) -> None:
         seal(backend, layer, step)
@@ -130,6 +132,12 @@ def test_one_broken_layer_of_thirty_is_found_by_itself(subjects_of: LoadSubjects
     text = choose_windows(subjects.fp16.tokenizer, count=1, window_tokens=320, seed=3).windows[0].inputs
     sound = measure_layers(subjects.fp16, subjects.quantized, text)
     assert max(figures.ratio for figures in sound) < 1.1
+    assert max(figures.stored_error for figures in sound) < 1.01
+    with ExitStack() as everywhere:  # each layer is given the fp16 engine's input, so that none inherits another's fault
+        for each in range(len(sound)):
+            everywhere.enter_context(broken.spoiled_seal(subjects.quantized, each, broken.shift_key_zero))
+        shifted = measure_layers(subjects.fp16, subjects.quantized, text)
+    assert min(figures.stored_error for figures in shifted) > 1.9 * bounds.stored_error
     for breakage in (broken.swap_key_scales, broken.shift_value_zero):
         with broken.spoiled_seal(subjects.quantized, layer, breakage):
             check_only_one_is_sick(measure_layers(subjects.fp16, subjects.quantized, text), layer, bounds)

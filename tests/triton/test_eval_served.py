@@ -15,9 +15,9 @@ from tests.triton.running_server import RunningServer
 
 
 def test_the_served_endpoint_gives_the_engines_greedy_tokens(built_engine: Path, engine: Engine) -> None:
-    windows = choose_windows(engine.tokenizer, count=2, window_tokens=512, seed=0).windows
+    windows = choose_windows(engine.tokenizer, count=1, window_tokens=512, seed=0).windows
     check = check_served(engine, built_engine, windows, Console(quiet=True))
-    assert (check.outcome, check.prompts) == ("same", 2), check.detail
+    assert (check.outcome, check.prompts) == ("same", 1), check.detail
 
 
 def test_a_server_scores_and_writes_as_its_engine_does(server: RunningServer, engine: Engine) -> None:

@@ -78,14 +78,14 @@ def test_every_monitored_metric_exists(client: openai.OpenAI, operated: RunningS
 
 def test_live_fallback_moves_new_requests_and_ends_old_ones(client: openai.OpenAI, operated: RunningServer) -> None:
     stubs = stubs_of(operated.triton.pid)
-    stream = operated.llm.stream("Once", max_tokens=400, ignore_eos=True)
+    stream = operated.llm.stream("Once", max_tokens=160, ignore_eos=True)
     chunks = [next(stream)]
     control = find_server(operated.port)
     control.fall_back("fp16")
     moved = operated.llm.generate("Two and two", max_tokens=2)
     assert (moved.kv_format, "live fallback" in moved.kv_fallback_reason) == ("fp16", True)
     chunks += list(stream)
-    assert (chunks[-1].generated_tokens, chunks[-1].kv_format) == (400, "int4")
+    assert (chunks[-1].generated_tokens, chunks[-1].kv_format) == (160, "int4")
     wait_for(lambda: len(stubs_of(operated.triton.pid)) == len(stubs), 60, "the old engine to leave")
     assert operated.metric("nibble_kv_info", engine="llm", kv="int4") == 0
     wait_for(lambda: fingerprint(client, "smollm2-135m-int4") == "fp16", 60, "the front to know")

@@ -76,12 +76,19 @@ def test_a_good_engine_passes_with_counts_and_intervals(good: Report) -> None:
     assert {"windows", "code", "layer text", "text emma.txt"} <= set(body.inputs)
 
 
-BREAKAGES = [broken.swap_key_scales, broken.shift_value_zero, broken.leave_output_unrotated]
+BREAKAGES = [
+    (broken.swap_key_scales, "stored error, half steps"),
+    (broken.shift_key_zero, "stored error, half steps"),
+    (broken.shift_value_zero, "layer error ratio"),
+    (broken.leave_output_unrotated, "layer error ratio"),
+]
 
 
-@pytest.mark.parametrize("breakage", BREAKAGES, ids=["scales swapped", "zero off by one", "V unrotated"])
+@pytest.mark.parametrize(
+    ("breakage", "shown_by"), BREAKAGES, ids=["scales swapped", "K off by one", "V off by one", "V unrotated"]
+)
 def test_a_broken_engine_fails_and_the_reasons_name_the_layer(
-    good: Report, tiny_llama_dir: Path, breakage: Callable[..., None]
+    good: Report, tiny_llama_dir: Path, breakage: Callable[..., None], shown_by: str
 ) -> None:
     sick: Any = engine(tiny_llama_dir, "int4")
     at_seal = breakage is not broken.leave_output_unrotated
@@ -92,8 +99,8 @@ def test_a_broken_engine_fails_and_the_reasons_name_the_layer(
     body = certificate_body(report, WIDE)
     assert body.verdict == "failed"
     assert any("it starts in layer 1 (int4), at position 192" in reason for reason in body.reasons), body.reasons
-    (ratio,) = [figure for figure in body.figures if figure.name == "layer error ratio"]
-    assert ratio.value > 1.5 * ratio.threshold
+    (figure,) = [figure for figure in body.figures if figure.name == shown_by]
+    assert figure.value > 1.5 * figure.threshold
 
 
 def test_layers_of_a_gpu_engine_are_replayed_on_the_cpu(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

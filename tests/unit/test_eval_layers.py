@@ -65,6 +65,8 @@ def test_every_format_does_what_it_says(kv: str) -> None:
     assert all(0.3 < layer.ratio < 1.1 for layer in figures), figures
     assert all(layer.clipped <= BOUNDS.clipped_share for layer in figures)
     assert all(len(layer.page_ratios) == 2 and layer.first_position == 192 for layer in figures)
+    assert all(0.9 < error < 1.01 for layer in figures for error in layer.stored_errors)
+    assert all(len(layer.stored_errors) == 2 for layer in figures)
 
 
 BREAKAGES: list[tuple[str, Any, str]] = [
@@ -88,6 +90,8 @@ def test_a_breakage_is_pinned_on_its_layer(kv: str, breakage: Callable[..., None
     assert healthy.ratio < 1.1
     assert sick.ratio > 1.2 * BOUNDS.layer_error_ratio, sick
     assert min(sick.page_ratios) > BOUNDS.layer_error_ratio
+    assert healthy.stored_error < 1.01
+    assert is_engines or min(sick.stored_errors) > 1.9 * BOUNDS.stored_error
 
 
 def test_static_scales_of_another_tensor_clip() -> None:
