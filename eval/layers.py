@@ -96,6 +96,7 @@ def replay(fp16: Engine, quantized: Engine, token_ids: list[int]) -> tuple[list[
 
     with (
         _recording_backend(fp16, references),
+        _recording_backend(quantized, candidates),
         _hooked(fp16, references, keep),
         _hooked(quantized, candidates, put_in),
     ):

@@ -133,7 +133,7 @@ def test_one_broken_layer_of_thirty_is_found_by_itself(subjects_of: LoadSubjects
     sound = measure_layers(subjects.fp16, subjects.quantized, text)
     assert max(figures.ratio for figures in sound) < 1.1
     assert max(figures.stored_error for figures in sound) < 1.01
-    with ExitStack() as everywhere:  # each layer is given the fp16 engine's input, so that none inherits another's fault
+    with ExitStack() as everywhere:  # layers are given the fp16 engine's inputs: none inherits a fault
         for each in range(len(sound)):
             everywhere.enter_context(broken.spoiled_seal(subjects.quantized, each, broken.shift_key_zero))
         shifted = measure_layers(subjects.fp16, subjects.quantized, text)

@@ -38,7 +38,7 @@ def spoiled_seal(engine: Engine, layer: int, spoil: SpoilPage) -> Iterator[None]
     try:
         yield
     finally:
-        del backend.seal
+        backend.seal = seal
 
 
 def swap_key_scales(page: torch.Tensor, layout: SealedPageLayout) -> None:
