@@ -25,8 +25,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from bench.needle_language import ASK, ITEM_TOKENS, LONGEST_FILLER, VALUES_OF_KEY, Language, random_batch
-from nibble.fake_cache import ROWS_AT_ONCE, fake_cache_attention, sealed_view
-from nibble.fake_cache import _attend_rows as attend_rows
+from nibble.fake_cache import ROWS_AT_ONCE, TwoForms, attend, fake_cache_attention, sealed_view
 from nibble.formats import FORMATS, KVFormat, ScaleKind, TensorFormat
 from nibble.quantizer import static_parameters
 from nibble.reference import LayerScales
@@ -212,11 +211,10 @@ def needle_attention(
     if layer + 1 < len(fake_cache.formats) or not asked_from:
         return fake_cache_attention(module, query, key, value, attention_mask, scaling, fake_cache, **options)
     k_far, v_far = sealed_view(key[0], value[0], fake_cache.formats[layer], fake_cache.scales.get(layer))
-    view = (key[0].half().float(), value[0].half().float(), k_far, v_far)
+    view = TwoForms(key[0].half().float(), value[0].half().float(), k_far, v_far)
     out = torch.zeros_like(query[0]).transpose(0, 1)
-    for first in range(asked_from // ROWS_AT_ONCE * ROWS_AT_ONCE, query.shape[2], ROWS_AT_ONCE):
-        rows = attend_rows(query[0], view, first, fake_cache.policy, scaling, None)
-        out[first : first + ROWS_AT_ONCE] = rows.transpose(0, 1)
+    first = asked_from // ROWS_AT_ONCE * ROWS_AT_ONCE
+    out[first:] = attend(query[0], view, fake_cache.policy, scaling, first=first).transpose(0, 1)
     return out[None], None
 
 

@@ -37,6 +37,7 @@ def main() -> None:
         subject.calibration(arguments.calibration),
         arguments.batch,
         arguments.positions or subject.positions,
+        step=arguments.step,
     )
     windows = subject.windows(arguments.text, arguments.windows, arguments.tokens)
     reference = bench.reference(windows)
@@ -64,7 +65,8 @@ def main() -> None:
 
 
 def merge(path: Path, records: list[dict[str, Any]]) -> None:
-    """Add records to a results file; a record replaces one of the same model, format, text and window length."""
+    """Add records to a results file; a record replaces one of the same model, format, text, window length
+    and (of biased models) relative size of the bias."""
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     by_key = {_key(record): record for record in [*found, *records]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ def commit() -> str:
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-    return record["model"], record["window_tokens"], record["text"], record["format"]
+    return record["model"], record["window_tokens"], record["text"], record.get("relative", 0.0), record["format"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", default="eval", choices=("eval", "calibration"))
     parser.add_argument("--calibration", type=int, default=4, help="windows of 1,024 tokens that statistics come from")
     parser.add_argument("--positions", type=int, help="that calibration is spread over (default: the model's longest)")
+    parser.add_argument("--step", type=int, default=1, help="compare the last position of every so many tokens")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="what to record where git is not at hand")

@@ -3,19 +3,22 @@
 In layer 0 of the model a few channel pairs get a bias. A pair's K rows are scaled up and its Q rows down by the same
 factor first, so that the bias, however large, shifts the scores by what a bias of `RELATIVE` times the pair's own
 spread would: as in the real models, where Q is small in those channels. The yardstick is the same biased model with an
-fp32 cache.
+fp32 cache. "as built" is what `make engine` makes of the format: the pre-flight reads the biased weights and decides
+whether the bias is taken off K.
 
-    python -m bench.quality_bias --biases 20,100,300,600,900 --windows 8 --tokens 1024
+    python -m bench.quality_bias --biases 0,20,100,600,900 --windows 1 --tokens 640
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,7 +26,9 @@ from bench.quality import commit, merge
 from bench.quality_measure import Bench
 from bench.quality_models import load_subject
 from bench.quality_schemes import EXACT
-from bench.quality_table import BIAS
+from bench.quality_table import BIAS, BUILT_UNDER_BIAS
+from build.preflight import Preflight, run_preflight
+from nibble.formats import FORMATS, KVFormat
 from nibble.paths import REPOSITORY_ROOT
 from nibble.stage import console, run_stage
 
@@ -47,14 +52,18 @@ def main() -> None:
         bench.reference_scheme = EXACT
         reference = bench.reference(windows)
         subtracted = [_with_bias(subject.model, layer, known) for layer, known in enumerate(plain)]
-        for scheme in BIAS:
+        flights = {name: _preflight(subject.model, FORMATS[name], arguments.context) for name in BUILT_UNDER_BIAS}
+        built = [replace(BUILT_UNDER_BIAS[name], subtract=bool(flight.bias_layers)) for name, flight in flights.items()]
+        found = dict(zip((scheme.name for scheme in built), map(_finding, flights.values()), strict=True))
+        for scheme in [*BIAS, *built]:
             bench.statistics = subtracted if scheme.subtract else _marked(plain, subtracted)
             record = bench.measure(windows, reference, scheme).record()
             records.append({"model": f"{subject.name} + bias {bias:g}", "format": scheme.name, **record,
                             "bias": bias, "relative": arguments.relative, "text": "eval",
+                            **({"preflight": found[scheme.name]} if scheme.name in found else {}),
                             "commit": arguments.commit or commit()})  # fmt: skip
             console.print(f"bias {bias:<6g}{scheme.name:34} KL {record['kl_mean']:<10} p99.9 {record['kl_p999']:<8} "
-                          f"ppl fp32 {record['ppl_fp16']}")  # fmt: skip
+                          f"ppl fp32 {record['ppl_fp16']} {found.get(scheme.name, '')}")  # fmt: skip
             merge(arguments.out, records)
     print(json.dumps({"records": len(records)}))
 
@@ -75,6 +84,21 @@ def inject_bias(model: PreTrainedModel, spreads: torch.Tensor, bias: float, rela
             q[head, :, :, pair] /= factor
             bias_of[head, :, pair] = bias * torch.randn(2, generator=signs).sign().to(k.device)
     attention.k_proj.bias = nn.Parameter(bias_of.flatten(), requires_grad=False)
+
+
+def _preflight(model: PreTrainedModel, fmt: KVFormat, context: int) -> Preflight:
+    """What the pre-flight of a build with one format says of the model's weights as they are now."""
+    biases = {name: tensor.detach().cpu() for name, tensor in model.named_parameters() if name.endswith("k_proj.bias")}
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        save_file(biases or {"none": torch.zeros(1)}, Path(folder) / "model.safetensors")
+        return run_preflight(Path(folder), [fmt] * model.config.num_hidden_layers, None, context)
+
+
+def _finding(flight: Preflight) -> str:
+    """Its words on biases of K."""
+    finding = next(finding for finding in flight.findings if finding.check == "K bias")
+    return f"{finding.verdict}: {finding.action}" if finding.action else finding.verdict
 
 
 def rotated_bias(model: PreTrainedModel, layer: int, tokens: int) -> torch.Tensor | None:
@@ -116,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--calibration", type=int, default=4)
+    parser.add_argument("--context", type=int, default=8192, help="longest sequence that the pre-flight allows for")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit")

@@ -14,22 +14,26 @@ from bench.quality_attention import HOOK, NAME
 from bench.quality_schemes import FP16, Scheme
 from bench.quality_statistics import LayerStatistics, SampleCollector
 
-ROWS_AT_ONCE = 1024  # positions whose logits are held at a time
+LOGITS_AT_ONCE = 1 << 26  # elements
 BUCKETS = (0, 256, 1024, 2048, 4096, 6144, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Arrays [windows, tokens]: KL to the fp16 cache in nats, both losses, and whether the top token is the same."""
+    """Arrays [windows, positions]: KL to the fp16 cache in nats, both losses, and whether the top token is the same.
+
+    step: the positions are the last of every `step` tokens.
+    """
 
     kl: np.ndarray
     nll: np.ndarray
     nll_fp16: np.ndarray
     same: np.ndarray
+    step: int = 1
 
     def record(self) -> dict[str, object]:
         """The figures of a record of quality.json."""
-        loss, base = float(self.nll.mean()), float(self.nll_fp16.mean())
+        loss, base, tokens = float(self.nll.mean()), float(self.nll_fp16.mean()), self.kl.shape[1] * self.step
         return {
             "kl_mean": _round(self.kl.mean()),
             "kl_p999": _round(np.quantile(self.kl, 0.999)),
@@ -40,12 +44,13 @@ class Measured:
             "ppl_delta_pct": _round(100 * np.expm1(loss - base)),
             "top1_agreement": _round(self.same.mean()),
             "kl_by_position": {
-                f"{low}-{min(high, self.kl.shape[1])}": _round(self.kl[:, low:high].mean())
+                f"{low}-{min(high, tokens)}": _round(self.kl[:, low // self.step : high // self.step].mean())
                 for low, high in pairwise(BUCKETS)
-                if low < self.kl.shape[1]
+                if low < tokens
             },
             "windows": self.kl.shape[0],
-            "window_tokens": self.kl.shape[1],
+            "window_tokens": tokens,
+            "position_step": self.step,
             "tokens": int(self.kl.size),
         }
 
@@ -53,11 +58,14 @@ class Measured:
 class Bench:
     """A model with its calibration samples and the fp16 cache's answers on the windows."""
 
-    def __init__(self, model: PreTrainedModel, calibration: torch.Tensor, batch: int = 1, positions: int = 0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, calibration: torch.Tensor, batch: int = 1, positions: int = 0, *, step: int = 1
+    ) -> None:
         """calibration: token ids [windows, tokens], run at offsets spread over `positions`, so that K is seen at every
-        angle that RoPE gives it. The model's attention is replaced."""
+        angle that RoPE gives it. step: only every so many positions are compared (a divisor of the windows' length).
+        The model's attention is replaced."""
         model.set_attn_implementation(NAME)
-        self.model, self.batch, self.reference_scheme = model, batch, FP16
+        self.model, self.batch, self.reference_scheme, self.step = model, batch, FP16, step
         collector = SampleCollector()
         HOOK.seen = collector
         HOOK.view, HOOK.policy = FP16.viewer(_no_statistics(model)), FP16.policy
@@ -69,24 +77,27 @@ class Bench:
         self.statistics = collector.statistics(model)
 
     def reference(self, windows: torch.Tensor) -> torch.Tensor:
-        """The last hidden states with the reference cache (fp16). windows: [windows, tokens + 1]."""
+        """The last hidden states of the compared positions with the reference cache (fp16). windows: [windows, tokens
+        + 1]."""
         return self._hidden(windows[:, :-1], self.reference_scheme, self.statistics)
 
     @torch.inference_mode()
     def measure(self, windows: torch.Tensor, reference: torch.Tensor, scheme: Scheme) -> Measured:
         hidden = self._hidden(windows[:, :-1], scheme, self.statistics)
-        targets = windows[:, 1:].to(hidden.device)
+        targets = windows[:, self.step :: self.step].to(hidden.device)
         parts = list(self._measure_rows(hidden, reference, targets))
         columns = (torch.cat(column).view(targets.shape).double().cpu().numpy() for column in zip(*parts, strict=True))
-        return Measured(*columns)
+        kl, nll, nll_fp16, same = columns
+        return Measured(kl, nll, nll_fp16, same, self.step)
 
     def _measure_rows(
         self, hidden: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         head = self.model.lm_head
         flat, flat_reference, flat_targets = hidden.flatten(0, 1), reference.flatten(0, 1), targets.flatten()
-        for at in range(0, len(flat), ROWS_AT_ONCE):
-            rows = slice(at, at + ROWS_AT_ONCE)
+        at_once = max(1, LOGITS_AT_ONCE // head.out_features)
+        for at in range(0, len(flat), at_once):
+            rows = slice(at, at + at_once)
             log_q = head(flat[rows]).float().log_softmax(-1)
             log_p = head(flat_reference[rows]).float().log_softmax(-1)
             same = log_q.argmax(-1) == log_p.argmax(-1)
@@ -99,7 +110,8 @@ class Bench:
         HOOK.view, HOOK.policy = scheme.viewer(statistics), scheme.policy
         device = next(self.model.parameters()).device
         parts = ids.to(device).split(self.batch)
-        return torch.cat([self.model.model(part, use_cache=False).last_hidden_state for part in parts])
+        rows = slice(self.step - 1, None, self.step)
+        return torch.cat([self.model.model(part, use_cache=False).last_hidden_state[:, rows] for part in parts])
 
 
 def _no_statistics(model: PreTrainedModel) -> list[LayerStatistics]:

@@ -75,6 +75,7 @@ def load_subject(name: str, device: str) -> Subject:
         from bench.quality_tiny import make_tiny
 
         return make_tiny(name, device)
+    from calibrate.search_text import starting_tokens
     from nibble.models import load_model, load_tokenizer, resolve_source
     from nibble.recipes import load_model_recipe
 
@@ -85,7 +86,8 @@ def load_subject(name: str, device: str) -> Subject:
         return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     texts = {which: encode(text) for which, text in read_texts().items()}
-    return Subject(name, load_model(source, "float32").to(device), texts)
+    start = starting_tokens(tokenizer)
+    return Subject(name, load_model(source, "float32").to(device), texts, start[0] if start else None)
 
 
 def read_texts() -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.quality import RESULTS
-from bench.quality_table import OURS, PEERS
+from bench.quality_table import AS_BUILT, BUILT_UNDER_BIAS, OURS, PEERS, SPANS
 from nibble.paths import REPOSITORY_ROOT
 from nibble.stage import console, run_stage
 
@@ -21,7 +21,8 @@ LABELS = {
     "int4-balanced": "**int4** (K in a balanced basis: what `make engine` builds)",
     "int4": "int4, K as the model gives it",
     "int4-static": "int4-static, plain, full ranges",
-    "static balanced-static 2.75": "**int4-static** (as built, but for V: balanced here, rotated there)",
+    AS_BUILT.name: "**int4-static** (as built: K balanced, V rotated)",
+    "static balanced-static 2.75": "int4-static, as built but for V: balanced here, rotated there",
     "static balanced-static 3.0": "int4-static, balanced, span of 3.0 deviations",
 }
 INTRODUCTION = """# Results: what each KV cache costs in quality
@@ -37,6 +38,8 @@ says nothing: the least faithful cache can have the best one.
 Stand-ins for what others ship quantize every token, the newest included, and keep no fp16 pages: fp8 e4m3 with one
 calibrated scale a tensor; 4 bits a token and head, as in TurboMind and vLLM; the same with K times a Hadamard matrix.
 """
+GROWTH = 1.25  # times the KL of a sequence's first thousands of tokens: where it is said to have grown
+LONG = 8192  # tokens of a window from which on growth is reported
 Record = dict[str, Any]
 
 
@@ -61,16 +64,22 @@ def read(path: Path) -> list[Record]:
 def section(model: str, tokens: int, text: str, records: list[Record]) -> str:
     """The tables of one model and window length: what is shipped and its peers, then what was tried."""
     first = records[0]
-    shipped = [*(scheme.name for scheme in [*PEERS, *OURS]), *(name for name in LABELS if name.startswith("static"))]
+    shipped = [*(scheme.name for scheme in [*PEERS, *OURS, *SPANS]), *(n for n in LABELS if n.startswith("static"))]
     by_name = {record["format"]: record for record in records}
     head = (
         f"## {model}, {first['windows']} windows of {tokens:,} tokens ({text} text)\n\n"
         f"Perplexity with the fp16 cache {first['ppl_fp16']:g}. Measured on {first.get('device', 'cpu')}, commit "
-        f"{first['commit']}.\n"
+        f"{first['commit']}."
     )
+    if first.get("position_step", 1) > 1:
+        head += f" Compared at one in {first['position_step']} positions."
     ours = [by_name[name] for name in shipped if name in by_name and name != "fp16"]
     tried = sorted((r for r in records if r["format"] not in shipped), key=lambda r: r["kl_mean"])
-    blocks = [head, table(ours)]
+    blocks = [f"{head}\n"]
+    if ours:
+        blocks.append(table(ours))
+    if tokens >= LONG:
+        blocks.append(growth(ours))
     if tried:
         blocks += ["What was tried besides (docs/log.md says what came of it):\n", table(tried)]
     return "\n".join(blocks)
@@ -98,6 +107,20 @@ def table(records: list[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def growth(records: list[Record]) -> str:
+    """Whether KL grows with the position, against that of positions 1,024 to 2,048, and where it starts to."""
+    lines = ["Growth with the position: KL of the last bucket over that of positions 1,024 to 2,048.\n"]
+    for record in records:
+        by_position = {
+            bucket: kl for bucket, kl in record["kl_by_position"].items() if int(bucket.split("-")[0]) >= 1024
+        }
+        first, last = next(iter(by_position.values())), list(by_position.values())[-1]
+        beyond = next((bucket for bucket, kl in by_position.items() if kl > GROWTH * first), None)
+        where = f"above {GROWTH:g} times from {beyond} on" if beyond else f"nowhere above {GROWTH:g} times"
+        lines.append(f"- {LABELS.get(record['format'], record['format'])}: {last / first:.2f}, {where}")
+    return "\n".join(lines) + "\n"
+
+
 def bias_section(records: list[Record]) -> str:
     """KL by remedy and size of the bias."""
     columns = sorted({(r["relative"], r["bias"]) for r in records})
@@ -113,6 +136,22 @@ def bias_section(records: list[Record]) -> str:
         row(["---"] * (len(columns) + 1)),
     ]
     lines += [row([name, *(number(kl.get((name, *column))) for column in columns)]) for name in names]
+    return "\n".join(lines) + "\n\n" + preflight_table(records, kl)
+
+
+def preflight_table(records: list[Record], kl: dict[tuple[str, float, float], float]) -> str:
+    """What the pre-flight says of each bias, and what its remedy is worth against the model without a bias."""
+    built = {scheme.name: name for name, scheme in BUILT_UNDER_BIAS.items()}
+    heading = ["format", "bias", "pre-flight", "KL as built", "KL with nothing done", "KL of the clean model", "ratio"]
+    lines = ["What `make engine` does about it: ratio is KL as built over that of the model without a bias.\n"]
+    lines += [row(heading), row(["---"] * len(heading))]
+    for record in sorted((r for r in records if r["format"] in built), key=lambda r: (r["format"], r["bias"])):
+        name, place = built[record["format"]], (record["relative"], record["bias"])
+        undone = kl.get(("int4-balanced" if name == "int4" else name, *place))
+        clean = kl[record["format"], record["relative"], 0.0]
+        ratio = f"{record['kl_mean'] / clean:.2f}"
+        figures = map(number, (record["kl_mean"], undone, clean))
+        lines.append(row([name, f"{record['bias']:g}", record["preflight"], *figures, ratio]))
     return "\n".join(lines) + "\n"
 
 

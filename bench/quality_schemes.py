@@ -42,13 +42,15 @@ class TensorScheme:
 @dataclass(frozen=True)
 class Scheme:
     """policy: None when even the newest token is read back quantized, as in engines without fp16 pages. subtract: K is
-    stored less its projection's bias, which comes back when it is read. exact: nothing is rounded, not even to fp16."""
+    stored less its projection's bias, which comes back when it is read; one_remedy: and in no other basis then, as
+    `make engine` builds such a layer. exact: nothing is rounded, not even to fp16."""
 
     name: str
     k: TensorScheme = TensorScheme()
     v: TensorScheme = TensorScheme()
     policy: PagePolicy | None = PAGES
     subtract: bool = False
+    one_remedy: bool = False
     exact: bool = False
 
     def bytes_per_token(self, size: int) -> float:
@@ -67,6 +69,7 @@ class Scheme:
             if self.subtract and known.bias is not None:
                 bias = known.bias[:, : k.shape[2]]
                 k = k - bias
+                k_basis = None if self.one_remedy else k_basis
             if k_basis is not None:
                 q = _times(q, k_basis.reader.repeat_interleave(q.shape[1] // k.shape[1], 0))
                 k = _times(k, k_basis.forward)

@@ -1,7 +1,8 @@
 """Which caches the quality bench measures, by set.
 
 ours: the shipped formats. peers: stand-ins for what others ship; they quantize every token at once and keep no page in
-fp16. research: what was tried (docs/log.md says what came of it).
+fp16. research: what was tried (docs/log.md says what came of it). spans: int4-static as built, by half its range,
+built: the one that is. long, long-rest: for windows that take minutes each.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bench.quality_schemes import FP16, Scheme, scheme
+from build.key_basis import STATIC_SPAN
 from nibble.visibility import PagePolicy
 
 PEERS = [
@@ -72,6 +74,11 @@ STATIC = [
     scheme("static8 balanced max", "8 static balanced", "8 static balanced"),
     scheme("static8 balanced 6", "8 static balanced clip=6.0", "8 static balanced clip=6.0"),
 ]
+SPANS = [
+    scheme(f"int4-static, span {span}", f"4 static balanced-static clip={span}", f"4 static hadamard clip={span}")
+    for span in (2.25, 2.5, 2.75, 3.0, 3.25, 3.5)
+]
+AS_BUILT = next(scheme for scheme in SPANS if scheme.name.endswith(f" {STATIC_SPAN}"))
 BIAS = [
     FP16,
     scheme("int8", "8 token", "8 token"),
@@ -90,4 +97,18 @@ BIAS = [
     scheme("fp8 per tensor", "8 fp8", "8 fp8", None),
     scheme("k8v4", "8 page", "4 token hadamard"),
 ]
-SETS: dict[str, list[Scheme]] = {"peers": PEERS, "ours": OURS, "research": RESEARCH, "static": STATIC}
+BUILT_UNDER_BIAS = {  # by format; subtract is the pre-flight's to set
+    "int4": replace(scheme("int4 as built", "4 page balanced", "4 token hadamard"), one_remedy=True),
+    "k8v4": scheme("k8v4 as built", "8 page", "4 token hadamard"),
+    "int8": scheme("int8 as built", "8 token", "8 token"),
+}
+SETS: dict[str, list[Scheme]] = {
+    "peers": PEERS,
+    "ours": OURS,
+    "research": RESEARCH,
+    "static": STATIC,
+    "spans": SPANS,
+    "built": [AS_BUILT],
+    "long": [OURS[-1], OURS[1], PEERS[0]],
+    "long-rest": [AS_BUILT, OURS[3], PEERS[1]],
+}

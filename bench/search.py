@@ -1,10 +1,12 @@
 """Mixes that the format search chose on calibration prompts, measured on other text beside uniform formats.
 
-For each uniform format the best mix of at most its bytes, and the mix that the search settled on. Every cache has the
-recipe's own page policy, but for the chosen mix, which has the pages that were chosen with it.
+For each uniform format the best mix of at most its bytes with the recipe's own pages; the cache that the search found
+best among those that weigh no more at the full context, fp16 pages included (`equal_sizes`); and the mix that the
+search settled on. The last two have the pages that were chosen with them.
 
     make calibrate MODEL=smollm2-135m SEARCH=1
     python -m bench.search --model smollm2-135m --windows 2
+    python -m bench.search --model smollm2-135m --windows 1 --tokens 8192 --formats int4
 """
 
 from __future__ import annotations
@@ -54,22 +56,44 @@ def main() -> None:
     prompts = default_request(recipe).prompts
     request = SearchRequest(recipe, mix.recipe, prompts, 0, calibration, calibration_dir(recipe.name))
     subject = make_search_model(request, source, console)
+    if "equal_sizes" not in mix.content:
+        raise NibbleError(f"the search of {recipe.name} is of an older version; run it again with --force")
     chosen = choose_windows(
-        load_tokenizer(source), count=arguments.windows, window_tokens=WINDOW_TOKENS, seed=arguments.seed
+        load_tokenizer(source), count=arguments.windows, window_tokens=arguments.tokens, seed=arguments.seed
     )
     traces = [subject.trace(window.inputs) for window in chosen.windows]
-    content = _measure(mix.content, subject, traces)
-    records = [{**record, "windows": len(traces), "window_tokens": WINDOW_TOKENS, "text": "eval",
-                "commit": arguments.commit or commit()} for record in _records(content)]  # fmt: skip
-    lines = ",\n".join(json.dumps(record) for record in records)
-    atomic.write_text(arguments.out, f"[\n{lines}\n]\n")
-    draw_frontier(content, arguments.plot, "text that it was not chosen on")
-    print(json.dumps({"records": len(records), "model": recipe.name}))
+    context = {"windows": len(traces), "window_tokens": arguments.tokens, "text": "eval"}
+    formats = arguments.formats.split(",") if arguments.formats else None
+    content = _measure(_only(mix.content, formats), subject, traces)
+    _merge(arguments.out, [{**r, **context, "commit": arguments.commit or commit()} for r in _records(content)])
+    if formats is None:
+        draw_frontier(content, arguments.plot, "text that it was not chosen on")
+
+
+def _only(content: dict[str, Any], formats: list[str] | None) -> dict[str, Any]:
+    """A copy with the uniform formats, and the caches of their sizes, that are asked for; without the mixes then."""
+    content = copy.deepcopy(content)
+    if formats is not None:
+        content["frontier"]["uniform"] = [u for u in content["frontier"]["uniform"] if u["format"] in formats]
+        content["frontier"]["mixes"], content["chosen"] = [], None
+        content["equal_sizes"] = [e for e in content["equal_sizes"] if e["format"] in formats]
+    return content
+
+
+def _merge(path: Path, records: list[dict[str, Any]]) -> None:
+    """Records replace those of the same model, window length and cache."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    new = {(r["model"], r["window_tokens"], r["cache"]) for r in records}
+    kept = [r for r in found if (r["model"], r["window_tokens"], r["cache"]) not in new]
+    rows = sorted([*kept, *records], key=lambda r: (r["model"], r["window_tokens"], r["bytes_per_token"]))
+    lines = ",\n".join(map(json.dumps, rows))
+    atomic.write_text(path, f"[\n{lines}\n]\n")
+    print(json.dumps({"records": len(records), "file": path.name}))
 
 
 def _measure(content: dict[str, Any], subject: SearchModel, traces: list[Trace]) -> dict[str, Any]:
-    """search.json's content with the KL of uniform formats, of mixes as large, and of the choice, on the traces."""
-    content, layers = copy.deepcopy(content), len(subject.layers)
+    """search.json's content with the KL of uniform formats, of caches as large, and of the choice, on the traces."""
+    layers = len(subject.layers)
     uniform = content["frontier"]["uniform"]
     mixes = [m for m in content["frontier"]["mixes"] if _at_uniform_size(m, uniform)]
     content["frontier"]["mixes"] = list({json.dumps(m["formats"]): m for m in mixes}.values())
@@ -77,8 +101,10 @@ def _measure(content: dict[str, Any], subject: SearchModel, traces: list[Trace])
     base = PagePolicy(inputs["sink_pages"], inputs["recent_pages"])
     jobs = [(u, [u["format"]] * layers, base) for u in uniform]
     jobs += [(m, m["formats"], base) for m in content["frontier"]["mixes"]]
-    pages = PagePolicy(content["recipe"]["sink_pages"], content["recipe"]["recent_pages"])
-    jobs.append((content["chosen"], [layer["name"] for layer in content["layers"]], pages))
+    jobs += [(e, e["formats"], PagePolicy(e["sink_pages"], e["recent_pages"])) for e in content["equal_sizes"]]
+    if content["chosen"] is not None:
+        pages = PagePolicy(content["recipe"]["sink_pages"], content["recipe"]["recent_pages"])
+        jobs.append((content["chosen"], [layer["name"] for layer in content["layers"]], pages))
     for target, names, policy in track(jobs, description="measuring", console=console):
         formats = [KVFormat.named(name) for name in names]
         by_window = [subject.kl(trace, formats, policy) for trace in traces]
@@ -98,14 +124,20 @@ def _records(content: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[tuple[str, dict[str, Any], Counter[str] | None]] = [
         (f"uniform {u['format']}", u, None) for u in content["frontier"]["uniform"]
     ]
-    rows += [("best mix of its size", m, Counter(m["formats"])) for m in content["frontier"]["mixes"]]
-    rows.append(("chosen", content["chosen"], Counter(layer["name"] for layer in content["layers"])))
+    rows += [
+        (f"best mix of {m['bytes_per_token']:g} bytes", m, Counter(m["formats"])) for m in content["frontier"]["mixes"]
+    ]
+    rows += [(f"no larger than {e['format']}", e, Counter(e["formats"])) for e in content["equal_sizes"]]
+    if content["chosen"] is not None:
+        rows.append(("chosen", content["chosen"], Counter(layer["name"] for layer in content["layers"])))
     return [
         {
             "model": model,
             "cache": cache,
             "mix": None if mix is None else dict(mix),
             "bytes_per_token": row["bytes_per_token"],
+            "pages": [row.get("sink_pages"), row.get("recent_pages")],
+            "bytes_per_token_at_context": row.get("bytes_per_token_at_context"),
             "kl_mean": float(f"{row['kl_held_out']:.4g}"),
             "kl_by_window": [float(f"{kl:.4g}") for kl in row["kl_by_window"]],
         }
@@ -116,7 +148,9 @@ def _records(content: dict[str, Any]) -> list[dict[str, Any]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.search", description="The search's mixes on other text.")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--windows", type=int, default=2, help=f"of {WINDOW_TOKENS} tokens of eval/data")
+    parser.add_argument("--windows", type=int, default=2, help="of eval/data")
+    parser.add_argument("--tokens", type=int, default=WINDOW_TOKENS, help="of a window")
+    parser.add_argument("--formats", help="these uniform formats and the caches of their sizes alone, no plot")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to record where git is not at hand")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -5,6 +5,7 @@
 3. The best mix of every size (`search_choose`), and of those the cheapest within the budget.
 4. That mix, really measured, on other prompts; when the sum of step 1 was wrong, the choice is corrected and measured
    again.
+5. For each uniform format, the best cache of at most its size: it is beaten, or kept.
 
 Writes search.json and search.svg beside the calibration. The same model, prompts, seed and recipe give the same choice.
 """
@@ -28,7 +29,7 @@ from calibrate.search_memory import SearchMemory
 from calibrate.search_report import draw_frontier, explain_layers, frontier_sizes, print_search
 from calibrate.search_request import SearchRequest
 from calibrate.search_text import SearchWindows, cut_search_windows
-from calibrate.search_verify import Verifier, choose_mix, measure_frontier
+from calibrate.search_verify import Verifier, choose_at_equal_sizes, choose_mix, measure_frontier
 from nibble import atomic
 from nibble.errors import NibbleError
 from nibble.formats import KVFormat
@@ -120,6 +121,7 @@ def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], consol
         verifier = Verifier(request, subject, traces, memory)
         choice, kl, tried = choose_mix(request, mixes, figures.policies, size, verifier)
         frontier = measure_frontier(request, mixes, page_bytes, verifier)
+        equal_sizes = choose_at_equal_sizes(request, mixes, figures.policies, size, verifier)
     memory.forget()
     return {
         "schema": SCHEMA,
@@ -141,6 +143,7 @@ def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], consol
             "tried": tried,
         },
         "frontier": frontier,
+        "equal_sizes": equal_sizes,
         "policies": [{**asdict(policy), "kl_factor": factor} for policy, factor in figures.policies.items()],
         "sensitivities": _sensitivities(request, figures, page_bytes),
         "inputs": inputs,
@@ -164,7 +167,7 @@ def _work(request: SearchRequest, layers: int) -> int:
     quantized = sum(not fmt.is_fp16 for fmt in request.candidates)
     alone = quantized * layers * (layers + 1) // 2
     policies = len(recipe.sink_pages) * len(recipe.recent_pages) * layers
-    frontier = len(frontier_sizes([0.0, 1.0], [0.0] * quantized)) + quantized
+    frontier = len(frontier_sizes([0.0, 1.0], [0.0] * quantized)) + 3 * quantized  # with those of equal sizes
     return recipe.windows * (alone + policies + quantized * layers) + recipe.held_out * frontier * layers
 
 

@@ -63,6 +63,13 @@ def print_search(content: dict[str, Any], console: Console = default_console) ->
     )  # fmt: skip
     console.print(summary)
     console.print(_frontier_table(content))
+    for equal in content.get("equal_sizes", []):
+        found = " + ".join(f"{count} {fmt}" for fmt, count in Counter(equal["formats"]).items())
+        console.print(
+            f"no larger than all {equal['format']} at {chosen['context_tokens']:,} tokens: {found}, "
+            f"{equal['sink_pages']} sink, {equal['recent_pages']} recent; KL {equal['kl_held_out']:.3g} instead of "
+            f"{equal['kl_uniform']:.3g}"
+        )
 
 
 def _frontier_table(content: dict[str, Any]) -> Table:

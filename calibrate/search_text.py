@@ -28,7 +28,7 @@ def cut_search_windows(
 
     Raises NibbleError when the prompts are too short.
     """
-    start = _starting_tokens(tokenizer)
+    start = starting_tokens(tokenizer)
     length, needed = recipe.window_tokens - len(start), recipe.windows + recipe.held_out
     windows: list[list[int]] = []
     row: list[int] = []
@@ -45,6 +45,7 @@ def cut_search_windows(
     )
 
 
-def _starting_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def starting_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """BOS, where the tokenizer puts one in front of a text."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []

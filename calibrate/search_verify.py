@@ -11,6 +11,7 @@ from calibrate.search_memory import SearchMemory
 from calibrate.search_report import frontier_sizes
 from calibrate.search_request import SearchRequest
 from nibble.errors import NibbleError
+from nibble.formats import PAGE_TOKENS
 from nibble.visibility import PagePolicy
 
 if TYPE_CHECKING:
@@ -69,6 +70,49 @@ def choose_mix(
         )
     choice, kl = min(held, key=lambda pair: (pair[0].bytes_at_context, pair[1]))
     return choice, kl, record
+
+
+def choose_at_equal_sizes(
+    request: SearchRequest, mixes: list[Mix], policies: dict[PagePolicy, float], size: CacheSize, verifier: Verifier
+) -> list[dict[str, Any]]:
+    """For each uniform format the best cache that weighs no more at the full context, fp16 pages included.
+
+    Measured are the format itself, the mix that the sum of the layers ranks first with the recipe's pages, and the one
+    that it ranks first with any pages. The best of them on the held-out prompts is taken, be it the uniform one.
+    """
+    found, base, layers = [], request.kv.policy, len(mixes[0].formats)
+    for c, fmt in enumerate(request.candidates):
+        if fmt.is_fp16:
+            continue
+        limit = size.at_context(size.sealed_page(fmt) * layers / PAGE_TOKENS, base)
+        fitting = {policy: _largest(mixes, policy, limit, size) for policy in policies}
+        ranked = [(policy, mix) for policy, mix in fitting.items() if mix is not None]
+        best = min(ranked, key=lambda pair: pair[1].kl * policies[pair[0]])
+        contenders = [((c,) * layers, base)]
+        contenders += [(mix.formats, policy) for policy, mix in ranked if policy == base or (policy, mix) == best]
+        measured = {contender: verifier.kl(*contender) for contender in contenders}
+        (formats, policy), kl = min(measured.items(), key=lambda pair: pair[1])
+        sealed = sum(size.sealed_page(request.candidates[f]) for f in formats) / PAGE_TOKENS
+        found.append(
+            {
+                "format": fmt.name,
+                "formats": [request.search.formats[f] for f in formats],
+                "sink_pages": policy.sink_pages,
+                "recent_pages": policy.recent_pages,
+                "bytes_per_token": sealed,
+                "bytes_per_token_at_context": size.at_context(sealed, policy),
+                "uniform_bytes_per_token_at_context": limit,
+                "kl_held_out": kl,
+                "kl_uniform": measured[(c,) * layers, base],
+            }
+        )
+    return found
+
+
+def _largest(mixes: list[Mix], policy: PagePolicy, limit: float, size: CacheSize) -> Mix | None:
+    """The best mix that fits with these pages; mixes come with rising size and falling KL."""
+    fitting = [mix for mix in mixes if size.at_context(mix.bytes_per_token, policy) <= limit]
+    return fitting[-1] if fitting else None
 
 
 def measure_frontier(

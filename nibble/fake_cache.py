@@ -11,7 +11,7 @@ every layer may have a format of its own:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +32,16 @@ FAKE_CACHE = "nibble-fake-cache"
 ROWS_AT_ONCE = 256  # queries of one attention call: bounds its mask, and skips keys that none of them sees
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class TwoForms:
+    """K and V of a sequence's beginning, [kv_heads, tokens, D] each: as near queries see them, and as far ones do."""
+
+    k_near: torch.Tensor
+    v_near: torch.Tensor
+    k_far: torch.Tensor
+    v_far: torch.Tensor
 
 
 def fake_cache_attention(
@@ -61,12 +71,8 @@ def fake_cache_attention(
         fake_cache.key_transforms.get(layer),
     )
     k_far, v_far = (x.to(query.dtype) for x in sealed_view(k, v, fmt, scales, transform))
-    view = (k.half().to(query.dtype), v.half().to(query.dtype), k_far, v_far)
-    out = [
-        _attend_rows(query[0], view, first, fake_cache.policy, scaling, sliding_window)
-        for first in range(0, query.shape[2], ROWS_AT_ONCE)
-    ]
-    return torch.cat(out, 1).transpose(0, 1)[None], None
+    view = TwoForms(k.half().to(query.dtype), v.half().to(query.dtype), k_far, v_far)
+    return attend(query[0], view, fake_cache.policy, scaling, sliding_window).transpose(0, 1)[None], None
 
 
 def sealed_view(
@@ -111,32 +117,41 @@ def _rotation(head_dim: int) -> torch.Tensor:
     return hadamard_matrix(head_dim).float()
 
 
-def _attend_rows(
+def attend(
     q: torch.Tensor,
-    view: tuple[torch.Tensor, ...],
-    first: int,
+    view: TwoForms,
     policy: PagePolicy,
     scaling: float,
-    sliding_window: int | None,
+    sliding_window: int | None = None,
+    *,
+    first: int = 0,
+) -> torch.Tensor:
+    """Attention over both forms by the visibility rule: a sequence's queries [q_heads, tokens, D] from `first` on."""
+    starts = range(first, q.shape[1], ROWS_AT_ONCE)
+    return torch.cat([_attend_rows(q, view, start, policy, scaling, sliding_window) for start in starts], 1)
+
+
+def _attend_rows(
+    q: torch.Tensor, view: TwoForms, first: int, policy: PagePolicy, scaling: float, sliding_window: int | None
 ) -> torch.Tensor:
     """Attention of up to ROWS_AT_ONCE queries [q_heads, tokens, D] from `first` on, in q's type.
 
     Keys in fp16: the sinks, and from the first query's recent pages on. Quantized: up to the last query's recent pages.
+    Keys that no query's sliding window reaches are not looked at.
     """
-    k_near, v_near, k_far, v_far = view
     stop = min(first + ROWS_AT_ONCE, q.shape[1])
     positions = torch.arange(stop, device=q.device)
+    oldest = 0 if sliding_window is None else max(0, first - sliding_window + 1)
     sinks = min(policy.sink_pages * PAGE_TOKENS, stop)
-    recent = max(sinks, (first // PAGE_TOKENS - policy.recent_pages) * PAGE_TOKENS)
-    far_stop = max(sinks, ((stop - 1) // PAGE_TOKENS - policy.recent_pages) * PAGE_TOKENS)
-    near = torch.cat((positions[:sinks], positions[recent:]))
-    far = positions[sinks:far_stop]
-    keys = torch.cat((near, far))
+    recent = max(sinks, oldest, (first // PAGE_TOKENS - policy.recent_pages) * PAGE_TOKENS)
+    far = slice(max(sinks, oldest), max(sinks, oldest, ((stop - 1) // PAGE_TOKENS - policy.recent_pages) * PAGE_TOKENS))
+    near = torch.cat((positions[oldest:sinks], positions[recent:]))
+    keys = torch.cat((near, positions[far]))
     mask = may_attend(positions[first:], keys, sliding_window)
     fp16 = policy.sees_fp16(positions[first:], keys)
     mask &= torch.cat((fp16[:, : len(near)], ~fp16[:, len(near) :]), 1)
-    k = torch.cat((k_near[:, near], k_far[:, sinks:far_stop]), 1)
-    v = torch.cat((v_near[:, near], v_far[:, sinks:far_stop]), 1)
+    k = torch.cat((view.k_near[:, near], view.k_far[:, far]), 1)
+    v = torch.cat((view.v_near[:, near], view.v_far[:, far]), 1)
     group = q.shape[0] // k.shape[0]
     queries = q[:, first:stop].unflatten(0, (-1, group)).flatten(1, 2)
     out = scaled_dot_product_attention(queries[None], k[None], v[None], mask.repeat(group, 1), scale=scaling)[0]

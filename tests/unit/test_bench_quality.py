@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from bench.quality_attention import Layer, attend
+from bench.quality_measure import Measured
 from bench.quality_schemes import scheme
 from bench.quality_statistics import LayerStatistics
 from nibble.formats import FORMATS
@@ -33,6 +35,14 @@ def test_bench_attention_is_the_oracles(name: str, window: int | None) -> None:
     if FORMATS[name].v.rotated:
         want = rotate(want)  # the matrix is symmetric
     torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_buckets_of_every_nth_position_are_those_of_the_tokens() -> None:
+    positions = np.arange(63, 4096, 64)  # the last of every 64 tokens
+    kl = (positions >= 1024).astype(float)[None]
+    record = Measured(kl, kl, kl, kl, step=64).record()
+    assert record["window_tokens"] == 4096 and record["tokens"] == 64
+    assert record["kl_by_position"] == {"0-256": 0.0, "256-1024": 0.0, "1024-2048": 1.0, "2048-4096": 1.0}
 
 
 def test_bytes_are_those_of_the_formats() -> None:

@@ -91,6 +91,15 @@ def test_the_mix_is_smaller_than_the_uniform_format_that_fits(searched: Path) ->
     assert content["chosen"]["bytes_per_token"] <= min(fitting)
 
 
+def test_no_uniform_format_is_better_than_what_was_found_of_its_size(searched: Path) -> None:
+    content = content_of(searched)
+    uniform = {u["format"]: u for u in content["frontier"]["uniform"]}
+    assert {equal["format"] for equal in content["equal_sizes"]} == set(uniform)
+    for equal in content["equal_sizes"]:
+        assert equal["bytes_per_token_at_context"] <= equal["uniform_bytes_per_token_at_context"]
+        assert equal["kl_held_out"] <= equal["kl_uniform"] == uniform[equal["format"]]["kl_held_out"]
+
+
 def test_the_same_search_gives_the_same_file(
     searched: Path, tiny_llama_dir: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
