@@ -26,7 +26,7 @@ from bench.quality import commit, merge
 from bench.quality_measure import Bench
 from bench.quality_models import load_subject
 from bench.quality_schemes import EXACT
-from bench.quality_table import BIAS, BUILT_UNDER_BIAS
+from bench.quality_table import BIAS, BUILT_UNDER_BIAS, UNDONE
 from build.preflight import Preflight, run_preflight
 from nibble.formats import FORMATS, KVFormat
 from nibble.paths import REPOSITORY_ROOT
@@ -55,7 +55,8 @@ def main() -> None:
         flights = {name: _preflight(subject.model, FORMATS[name], arguments.context) for name in BUILT_UNDER_BIAS}
         built = [replace(BUILT_UNDER_BIAS[name], subtract=bool(flight.bias_layers)) for name, flight in flights.items()]
         found = dict(zip((scheme.name for scheme in built), map(_finding, flights.values()), strict=True))
-        for scheme in [*BIAS, *built]:
+        undone = [scheme for scheme in BIAS if scheme.name in UNDONE.values()]
+        for scheme in [*(undone if arguments.as_built else BIAS), *built]:
             bench.statistics = subtracted if scheme.subtract else _marked(plain, subtracted)
             record = bench.measure(windows, reference, scheme).record()
             records.append({"model": f"{subject.name} + bias {bias:g}", "format": scheme.name, **record,
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--calibration", type=int, default=4)
+    parser.add_argument("--as-built", action="store_true", help="only what is built, and the same with nothing done")
     parser.add_argument("--context", type=int, default=8192, help="longest sequence that the pre-flight allows for")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

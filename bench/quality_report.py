@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.quality import RESULTS
-from bench.quality_table import AS_BUILT, BUILT_UNDER_BIAS, OURS, PEERS, SPANS
+from bench.quality_table import AS_BUILT, BUILT_UNDER_BIAS, OURS, PEERS, SPANS, UNDONE
 from nibble.paths import REPOSITORY_ROOT
 from nibble.stage import console, run_stage
 
@@ -147,7 +147,7 @@ def preflight_table(records: list[Record], kl: dict[tuple[str, float, float], fl
     lines += [row(heading), row(["---"] * len(heading))]
     for record in sorted((r for r in records if r["format"] in built), key=lambda r: (r["format"], r["bias"])):
         name, place = built[record["format"]], (record["relative"], record["bias"])
-        undone = kl.get(("int4-balanced" if name == "int4" else name, *place))
+        undone = kl.get((UNDONE[name], *place))
         clean = kl[record["format"], record["relative"], 0.0]
         ratio = f"{record['kl_mean'] / clean:.2f}"
         figures = map(number, (record["kl_mean"], undone, clean))

@@ -102,6 +102,7 @@ BUILT_UNDER_BIAS = {  # by format; subtract is the pre-flight's to set
     "k8v4": scheme("k8v4 as built", "8 page", "4 token hadamard"),
     "int8": scheme("int8 as built", "8 token", "8 token"),
 }
+UNDONE = {"int4": "int4-balanced", "k8v4": "k8v4", "int8": "int8"}  # the same without the pre-flight's remedy
 SETS: dict[str, list[Scheme]] = {
     "peers": PEERS,
     "ours": OURS,
