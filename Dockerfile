@@ -2,7 +2,7 @@
 #
 #   cpu      Debian, torch for CPUs, the embedded Triton; what CI proves
 #   gpu      Ubuntu, torch for CUDA, the embedded Triton; kernels are compiled at run time by NVRTC
-#   trtllm   on NVIDIA's image of Triton with TensorRT-LLM, which brings Python, torch and Triton
+#   trtllm   on NVIDIA's image of Triton with TensorRT-LLM, which brings Python, torch and Triton; serves engines for it
 #
 # Packages are installed in a stage of their own, so that no pip, compiler or cache is left in what runs. Wheels that lie
 # in docker/wheels/ are taken instead of an index; an engine that lies in docker/engine/ is baked in (ENGINE= does it),
@@ -94,19 +94,21 @@ WORKDIR /opt/nibblekv
 COPY pyproject.toml constraints.txt ./
 COPY scripts/requirements.py scripts/packages.sh scripts/
 COPY docker/wheels/ /wheels/
-RUN bash scripts/packages.sh --into-image /wheels && rm -rf /wheels scripts pyproject.toml constraints.txt \
+RUN bash scripts/packages.sh --beside /opt/launcher /wheels && rm -rf /wheels scripts pyproject.toml constraints.txt \
     && useradd --system --uid 10001 --home-dir /var/lib/nibblekv --create-home nibble \
     && install -d -o nibble -g nibble /run/nibblekv
 COPY nibble nibble
 COPY serve serve
 COPY recipes recipes
 COPY docker/engine/ /engines/
-ENV PYTHONPATH=/opt/nibblekv PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 NIBBLE_ENGINES=/engines NIBBLE_RUN=/run/nibblekv
+ENV PYTHONPATH=/opt/nibblekv PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 \
+    NIBBLE_ENGINES=/engines NIBBLE_RUN=/run/nibblekv
 USER 10001
-EXPOSE 8002 8003
+EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=3 CMD ["python3", "-m", "serve.healthcheck"]
-ENTRYPOINT ["python3", "-m", "serve.run", "--openai-host", "0.0.0.0", "--metrics-host", "0.0.0.0", "--log-stdout"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=3 \
+    CMD ["/opt/launcher/bin/python", "-m", "serve.healthcheck", "--port", "8000", "--path", "/v2/health/ready"]
+ENTRYPOINT ["/opt/launcher/bin/python", "-m", "serve.trtllm.run"]
 CMD ["--help"]
 ARG VERSION=unknown
 ARG REVISION=unknown

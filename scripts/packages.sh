@@ -2,17 +2,23 @@
 # Install what serving needs, for an image: pinned by constraints.txt, the list is [tool.nibblekv] of pyproject.toml.
 #
 #   packages.sh /opt/venv /wheels       a new venv; wheels of that folder, if there are any, instead of an index
-#   packages.sh --into-image /wheels    into the Python of a base image that has torch and Triton (TensorRT-LLM's)
+#   packages.sh --beside /opt/launcher /wheels    a venv for the launcher alone, which also sees what a base image has
+#
+# TensorRT-LLM's own packages stay as they are in its image: they are what it was tested with.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+beside=
+if [[ $1 == --beside ]]; then beside=yes && shift; fi
 into=$1 wheels=$2
 offline=()
 if compgen -G "$wheels/*.whl" >/dev/null; then offline=(--no-index --find-links "$wheels"); fi
 
-if [[ $into == --into-image ]]; then
-    mapfile -t front < <(python3 scripts/requirements.py front)
-    python3 -m pip install --no-cache-dir --no-deps "${offline[@]}" "${front[@]}"
+if [[ -n $beside ]]; then
+    mapfile -t launcher < <(python3 scripts/requirements.py launcher)
+    python3 -m venv --system-site-packages --without-pip "$into"
+    python3 -m pip --python "$into/bin/python" install --no-cache-dir --no-compile "${offline[@]}" \
+        --constraint constraints.txt "${launcher[@]}"
     exit
 fi
 

@@ -6,7 +6,7 @@ The repository itself is not installed (see pyproject.toml), so pip can't be ask
     python scripts/requirements.py dev gpu        the dependencies, then those of the extras named
     python scripts/requirements.py no-deps        packages to install with --no-deps
     python scripts/requirements.py image gpu      the dependencies that serving needs, then those of the extras named
-    python scripts/requirements.py front          those of the OpenAI-compatible front alone
+    python scripts/requirements.py launcher       those that starting TensorRT-LLM's server needs beside torch
 """
 
 import re
@@ -30,7 +30,7 @@ def requirements(extras: list[str]) -> list[str]:
     dependencies = settings["project"]["dependencies"]
     if extras == ["no-deps"]:
         return ours["no-deps"]
-    if extras and extras[0] in ("image", "front"):
+    if extras and extras[0] in ("image", "launcher"):
         wanted, extras = ours[extras[0]], extras[1:]
         dependencies = [line for line in dependencies if re.split(r"[\[><=]", line)[0] in wanted]
     optional = settings["project"]["optional-dependencies"]

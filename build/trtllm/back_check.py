@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from build.trtllm.plan import EnginePlan
-from build.trtllm.schema import read_data
 from nibble.errors import NibbleError
+from nibble.trtllm.container import read_pins
 from nibble.trtllm.manifest import EngineEntry
 
 
@@ -39,7 +39,7 @@ def check_engine(folder: Path, plan: EnginePlan) -> EngineEntry:
     """The engine's record, once it agrees with the plan and all ranks are there. NibbleError names each difference."""
     found = read_engine(folder)
     asked: dict[str, Any] = {
-        "version": read_data("pins")["tensorrt_llm"],
+        "version": read_pins()["tensorrt_llm"],
         "kv_cache_quant_algo": plan.config["quantization"]["kv_cache_quant_algo"],
         "tokens_per_block": plan.recipe.tokens_per_block,
         "paged_context_fmha": plan.recipe.paged_context_fmha,

@@ -22,18 +22,17 @@ from build.trtllm.back_check import check_engine
 from build.trtllm.checkpoint import Scales, write_checkpoint
 from build.trtllm.command import build_command
 from build.trtllm.constraints import check_plan
-from build.trtllm.container import Runner
 from build.trtllm.explain import engine_steps, print_steps, pytorch_steps, xqa_table
 from build.trtllm.levels import levels_table, measure_levels, require_levels
 from build.trtllm.llm_arguments import llm_arguments
 from build.trtllm.plan import CHECKPOINT, ENGINE, TOKENIZER, EnginePlan
-from build.trtllm.schema import read_data
 from build.trtllm.source import SourceTensors
 from calibrate.export import ExportForm, export_scales
 from nibble import atomic
 from nibble.calibration import Calibration
 from nibble.models import tokenizer_files
 from nibble.recipes import ModelRecipe
+from nibble.trtllm.container import Runner, read_pins
 from nibble.trtllm.manifest import LLM_FILE, SCHEMA, TrtllmManifest, write_trtllm_manifest
 from nibble.trtllm.refusals import ENGINE_VARIABLE, check_llm_arguments
 
@@ -132,6 +131,6 @@ def manifest_content(plan: EnginePlan, source: Path, calibration: Calibration | 
         "calibration_sha256": calibration.sha256 if calibration else None,
         "engine": None,
         "native": None,
-        "tensorrt_llm": read_data("pins")["tensorrt_llm"],
+        "tensorrt_llm": read_pins()["tensorrt_llm"],
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

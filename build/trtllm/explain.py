@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from build.trtllm.command import build_command, flag_meanings
-from build.trtllm.container import Runner, shell_line
 from build.trtllm.model_config import KV_ALGORITHM
 from build.trtllm.plan import CHECKPOINT, ENGINE, EnginePlan
 from build.trtllm.xqa import predictions
+from nibble.trtllm.container import Runner, shell_line
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from build.trtllm.container import choose_runner
 from build.trtllm.engine import build_tensorrt_engine, explain_plan, write_pytorch_engine
 from build.trtllm.layout import Parallelism
 from build.trtllm.plan import EnginePlan, known_config, make_plan
@@ -17,6 +16,7 @@ from nibble.errors import NibbleError
 from nibble.models import check_family, resolve_source
 from nibble.paths import source_dir
 from nibble.recipes import ModelRecipe, ServeRecipe, load_model_recipe
+from nibble.trtllm.container import choose_runner
 
 Limits = Callable[[ModelRecipe, int, int | None, int | None], ServeRecipe]
 NativeBuild = Callable[[str, str, int | None, int | None], Path]

@@ -13,8 +13,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from build.trtllm.container import Runner
 from nibble.paths import REPOSITORY_ROOT
+from nibble.trtllm.container import Runner
 from nibble.trtllm.manifest import TrtllmManifest
 from serve.trtllm.repository import PYTHON_MODELS
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from build.trtllm.container import choose_runner, shell_line
 from nibble.errors import NibbleError
 from nibble.paths import engine_dir
 from nibble.recipes import load_model_recipe
 from nibble.stage import console, run_stage
+from nibble.trtllm.container import choose_runner, shell_line
 from nibble.trtllm.manifest import read_trtllm_manifest
 from serve.settings import RUN_ROOT
 from serve.trtllm.launch import Launch, commands, write_scripts

@@ -13,11 +13,10 @@ import yaml
 from rich.console import Console
 
 from build.run import main, make_limits
-from build.trtllm import container, engine
+from build.trtllm import engine
 from build.trtllm.back_check import check_engine
 from build.trtllm.command import build_command
 from build.trtllm.constraints import check_plan, runtime_conflicts
-from build.trtllm.container import Runner, choose_runner, shell_line
 from build.trtllm.llm_arguments import check_names, llm_arguments
 from build.trtllm.plan import EnginePlan
 from build.trtllm.recipes import load_host_recipe
@@ -26,6 +25,8 @@ from build.trtllm.stage import TrtllmRequest, build_for_trtllm, plan_request
 from build.trtllm.xqa import AttentionShape, predict_xqa
 from nibble.errors import NibbleError
 from nibble.recipes import load_model_recipe
+from nibble.trtllm import container
+from nibble.trtllm.container import Runner, choose_runner, shell_line
 from nibble.trtllm.manifest import read_trtllm_manifest
 from nibble.trtllm.refusals import check_llm_arguments
 

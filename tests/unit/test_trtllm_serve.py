@@ -18,11 +18,11 @@ from tritonclient.grpc._infer_result import InferResult
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.utils import serialize_byte_tensor
 
-from build.trtllm import container
-from build.trtllm.container import Runner
 from eval import endpoint
 from nibble.errors import NibbleError
 from nibble.recipes import load_model_recipe, load_serve_recipe
+from nibble.trtllm import container
+from nibble.trtllm.container import Runner
 from nibble.trtllm.install import pth_text
 from nibble.trtllm.manifest import LLM_FILE, TrtllmManifest, write_trtllm_manifest
 from serve.trtllm import run

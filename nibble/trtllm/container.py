@@ -1,19 +1,21 @@
 """Where TensorRT-LLM's programs run: on this host when it is installed here, else inside NVIDIA's container.
 
-Versions are pinned (data/pins.json): engines are tied to the TensorRT-LLM that built them, and 1.2.1 is the last one
+Versions are pinned (pins.json): engines are tied to the TensorRT-LLM that built them, and 1.2.1 is the last one
 with an engine builder that Triton's containers ship.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from build.trtllm.schema import read_data
 from nibble.errors import NibbleError
 from nibble.paths import REPOSITORY_ROOT, engines_root
 
@@ -77,7 +79,7 @@ def choose_runner(tag: str | None = None, *, is_dry_run: bool = False) -> Runner
 
     tag: of tritonserver, the newest pinned one when None. Raises NibbleError: other version, unknown tag, no docker.
     """
-    pins = read_data("pins")
+    pins = read_pins()
     found = installed_version()
     if tag is None and found is not None:
         if found != pins["tensorrt_llm"]:
@@ -97,6 +99,12 @@ def choose_runner(tag: str | None = None, *, is_dry_run: bool = False) -> Runner
             "container toolkit; DRY_RUN=1 shows what would be run"
         )
     return Runner(pins["image"].format(tag=tag))
+
+
+@cache
+def read_pins() -> dict[str, Any]:
+    """The pinned versions and images, and where they are from."""
+    return dict(json.loads(Path(__file__).with_name("pins.json").read_text(encoding="utf-8")))
 
 
 def installed_version() -> str | None:
