@@ -1,12 +1,15 @@
 """What serving adds and how fast it recovers, on this machine: `python -m bench.serving_cpu`.
 
-- `per_token_ms`: 16 streams decoded by the engine in this process, through Triton's gRPC, and through the front's SSE,
-  same prompts and threads; the mean time between tokens of a stream, and what each layer adds to it;
+- `layers`, for each number of the engine's threads: 16 streams decoded by the engine in this process, through Triton's
+  gRPC, and through the front's SSE, same prompts; clients run on the same cores. `gap_ms` is the mean time between
+  tokens of a stream, `added_gap_ms` what a layer adds to the engine's of the same round (medians over rounds), and
+  `added_ms_per_token` that time for each of the tokens, one a stream, that come out in it;
 - `recovery_s`: from SIGKILL of the stub, of tritonserver and of the front, and from SIGSTOP of the stub (a hang, which
-  only the canary can find), until /health/ready says ready with another process there. Each time a fresh server, for
-  the supervisor waits longer when failures come in a row; a median of `--repeats`.
+  only the canary can find), until a request is answered again. Each time a fresh server, for the supervisor waits
+  longer when failures come in a row; a median of three.
 
-Engine and server take turns: never both at once. Writes bench/results/serving_cpu.json; the last line is the same JSON.
+Engine and server take turns, round by round, for a machine's speed wanders. Writes bench/results/serving_cpu.json; the
+last line is the same JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import openai
 from rich.console import Console
@@ -51,23 +56,15 @@ Arrivals = list[float]
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write."""
     arguments = build_parser().parse_args(argv)
-    engine_ms = median(time_engine(arguments) for _ in range(arguments.repeats))
-    progress.print(f"engine alone: {engine_ms:.2f} ms a token")
-    server = SoakServer(arguments.model, arguments.kv, free_port(), server_arguments(arguments.threads))
-    with server:
-        layers = {"engine": engine_ms, **time_layers(server, arguments)}
-    recoveries = {
-        name: [recover(arguments, *fault) for _ in range(arguments.repeats)] for name, fault in FAULTS.items()
-    }
+    layers = [time_layers(arguments, threads) for threads in arguments.threads]
+    recoveries = {name: [recover(arguments, *fault) for _ in range(3)] for name, fault in FAULTS.items()}
     result = {
         "what": "serving on a CPU",
         "model": arguments.model,
         "kv": arguments.kv,
         "streams": arguments.streams,
         "decode_tokens": arguments.tokens,
-        "threads": arguments.threads,
-        "per_token_ms": {name: round(value, 2) for name, value in layers.items()},
-        "added_ms_per_token": {name: round(layers[name] - engine_ms, 2) for name in ("triton", "front")},
+        "layers": layers,
         "recovery_s": {name: round(median(times), 2) for name, times in recoveries.items()},
         "recoveries_s": {name: [round(value, 2) for value in times] for name, times in recoveries.items()},
         "targets": TARGETS,
@@ -97,10 +94,8 @@ def mean_gap_ms(streams: Sequence[Arrivals]) -> float:
     return 1000 * fmean((arrivals[-1] - arrivals[0]) / (len(arrivals) - 1) for arrivals in streams)
 
 
-def time_engine(arguments: argparse.Namespace) -> float:
+def time_engine(engine: Engine, arguments: argparse.Namespace) -> list[Arrivals]:
     """The engine in this process, without Triton."""
-    limits = EngineLimits(**{**LIMITS.__dict__, "threads": arguments.threads})
-    engine = Engine.load(engine_dir(arguments.model, arguments.kv), limits)
     params = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True)
     arrivals: dict[str, Arrivals] = {}
     for index in range(arguments.streams):
@@ -110,11 +105,26 @@ def time_engine(arguments: argparse.Namespace) -> float:
         now = time.perf_counter()
         for event in events:
             arrivals[event.request_id].append(now)
-    return mean_gap_ms(list(arrivals.values()))
+    return list(arrivals.values())
 
 
-def time_layers(server: SoakServer, arguments: argparse.Namespace) -> dict[str, float]:
-    """The same streams through gRPC and through the front, in turn."""
+def time_layers(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
+    """Time between tokens of the engine alone, through gRPC, and through the front, in turn; what each layer adds."""
+    engine = Engine.load(engine_dir(arguments.model, arguments.kv), replace(LIMITS, threads=threads))
+    with SoakServer(arguments.model, arguments.kv, free_port(), server_arguments(threads)) as server:
+        rounds = time_rounds(engine, server, arguments)
+    added = {name: median(each[name] - each["engine"] for each in rounds) for name in ("triton", "front")}
+    return {
+        "threads": threads,
+        "gap_ms": {name: round(median(each[name] for each in rounds), 1) for name in rounds[0]},
+        "added_gap_ms": {name: round(value, 1) for name, value in added.items()},
+        "added_ms_per_token": {name: round(value / arguments.streams, 2) for name, value in added.items()},
+        "rounds_ms": [{name: round(value, 1) for name, value in each.items()} for each in rounds],
+    }
+
+
+def time_rounds(engine: Engine, server: SoakServer, arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Milliseconds between tokens by layer, round by round."""
     llm = TritonLLM(f"127.0.0.1:{server.port + 1}")
     client = openai.OpenAI(base_url=f"{server.front_url}/v1", api_key="-")
 
@@ -130,19 +140,26 @@ def time_layers(server: SoakServer, arguments: argparse.Namespace) -> dict[str, 
         )  # fmt: skip
         return [time.perf_counter() for event in stream if event.choices]
 
-    ways: dict[str, Callable[[int], Arrivals]] = {"triton": through_triton, "front": through_front}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    def at_once(way: Callable[[int], Arrivals]) -> list[Arrivals]:
+        with ThreadPoolExecutor(arguments.streams) as pool:
+            return list(pool.map(way, range(arguments.streams)))
+
+    rounds = []
     for _ in range(arguments.repeats):
-        for name, way in ways.items():
-            with ThreadPoolExecutor(arguments.streams) as pool:
-                times[name].append(mean_gap_ms(list(pool.map(way, range(arguments.streams)))))
-            progress.print(f"{name}: {times[name][-1]:.2f} ms a token")
-    return {name: median(values) for name, values in times.items()}
+        rounds.append(
+            {
+                "engine": mean_gap_ms(time_engine(engine, arguments)),
+                "triton": mean_gap_ms(at_once(through_triton)),
+                "front": mean_gap_ms(at_once(through_front)),
+            }
+        )
+        progress.print(", ".join(f"{name} {value:.1f} ms a token" for name, value in rounds[-1].items()))
+    return rounds
 
 
 def recover(arguments: argparse.Namespace, victim: str, number: signal.Signals) -> float:
     """Seconds from a signal to one process of a fresh server until it is ready again."""
-    with SoakServer(arguments.model, arguments.kv, free_port(), server_arguments(arguments.threads)) as server:
+    with SoakServer(arguments.model, arguments.kv, free_port(), server_arguments(arguments.threads[-1])) as server:
         seconds = server.recover_from(victim, number)
     progress.print(f"{number.name} to the {victim}: ready again after {seconds:.1f} s")
     return seconds
@@ -154,9 +171,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--kv", default="int4")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64, help="of each stream")
-    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "2")))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48, help="of each stream")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the engine; the last for recovery")
+    parser.add_argument("--repeats", type=int, default=4, help="rounds of engine, Triton, front")
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -73,6 +75,20 @@ class SoakServer:
         except OSError:
             return False
 
+    def answers(self) -> bool:
+        """Ask for a token. A queue that is full is a sign of life as well."""
+        fields = {"model": self.model, "prompt": "1 2 3", "max_tokens": 1}
+        request = urllib.request.Request(
+            f"{self.front_url}/v1/completions", json.dumps(fields).encode(), {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.HTTPError as error:
+            return bool(json.loads(error.read())["error"]["code"] == "queue_full")
+        except OSError:
+            return False
+
     def wait_ready(self) -> float:
         """Seconds until the server is ready. Raises NibbleError when it never is."""
         began = time.monotonic()
@@ -90,11 +106,11 @@ class SoakServer:
         return {"server": record.server, "front": record.front}.get(name) or stubs_of(record.server.pid)[0]
 
     def recover_from(self, name: str, number: signal.Signals) -> float:
-        """Send a signal to one process; seconds from it until the server is ready with another process there."""
+        """Send a signal to one process; seconds from it until another is there, ready, and has answered a request."""
         victim = self.victim(name)
         began = time.monotonic()
         os.kill(victim.pid, number)
-        while victim.is_alive or not self.is_ready() or not self._is_replaced(name, victim):
+        while victim.is_alive or not self._is_replaced(name, victim) or not self.is_ready() or not self.answers():
             if time.monotonic() - began > START_S:
                 raise NibbleError(f"soak: no recovery from {number.name} to the {name} within {START_S:.0f} s")
             time.sleep(0.05)

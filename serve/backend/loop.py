@@ -1,6 +1,7 @@
-"""The engine thread: the only one that touches the engine, sends responses of taken requests and updates metrics.
+"""The engine thread: the only one that touches the engine and updates metrics.
 
-    Triton's thread:  ask() -> inbox          engine thread:  inbox -> submit, poll cancelled, step -> answers, metrics
+    Triton's thread: ask() -> inbox     engine thread: inbox -> submit, step -> outbox, metrics     outbox: -> clients
+                                 ^------------------------- clients that have gone -------------------------'
 
 One thread, because the engine is single-threaded and because Triton's metric calls crash the server from two. A fault
 in the engine itself ends the process: a served model that can't answer must not look healthy, and the supervisor
@@ -23,10 +24,10 @@ from nibble.errors import NibbleError
 from nibble.runtime import Engine, QueueFullError
 from serve.backend.answers import Answer
 from serve.backend.metrics import EngineMetrics, RequestTimes
+from serve.backend.outbox import Outbox
 from serve.backend.requests import Question
 from serve.tensors import CANARY_ID
 
-CANCEL_POLL_S = 0.1
 PUBLISH_S = 0.25
 IDLE_WAIT_S = 1.0
 
@@ -41,6 +42,13 @@ class Ask:
     times: RequestTimes = field(default_factory=RequestTimes)
 
 
+@dataclass(frozen=True)
+class Gone:
+    """The client of a request has gone; it may have been answered in the meantime."""
+
+    request_id: str
+
+
 class EngineLoop:
     """Runs an engine for Triton. on_fault: called with a traceback when the engine raised; must end the process."""
 
@@ -48,15 +56,17 @@ class EngineLoop:
         self._engine = engine
         self._metrics = metrics
         self._on_fault = on_fault
-        self._inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Ask | Gone | None] = queue.SimpleQueue()
+        self._outbox = Outbox(lambda request_id: self._inbox.put(Gone(request_id)), on_fault)
         self._open: dict[str, Ask] = {}
         self._ids = itertools.count()
-        self._next_cancel_poll = self._next_publish = 0.0
+        self._next_publish = 0.0
         self._rounds = 0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        self._outbox.start()
         self._thread.start()
 
     def ask(self, ask: Ask) -> None:
@@ -72,15 +82,14 @@ class EngineLoop:
         try:
             while not self._is_stopping:
                 self._take_inbox()
-                self._cancel_abandoned()
                 self._step()
                 self._rounds += 1
                 self._publish()
         except Exception:
-            self._fail_open("the engine failed; the server restarts it, ask again")
+            self._end("the engine failed; the server restarts it, ask again")
             self._on_fault(traceback.format_exc())
             raise
-        self._fail_open("the server is stopping")
+        self._end("the server is stopping")
         self._metrics.withdraw()
 
     def _take_inbox(self) -> None:
@@ -93,17 +102,23 @@ class EngineLoop:
         except queue.Empty:
             pass
 
-    def _take(self, ask: Ask | None) -> None:
+    def _take(self, ask: Ask | Gone | None) -> None:
         if ask is None:
             self._is_stopping = True
+            return
+        if isinstance(ask, Gone):
+            if ask.request_id in self._open:
+                self._engine.cancel(ask.request_id)
             return
         try:
             request_id = self._submit(ask)
         except NibbleError as error:
-            ask.answer.fail("UNAVAILABLE" if isinstance(error, QueueFullError) else "INVALID_ARG", str(error))
+            code = "UNAVAILABLE" if isinstance(error, QueueFullError) else "INVALID_ARG"
+            self._outbox.fail(ask.answer, code, str(error))
             self._metrics.count_finished("rejected")
         else:
             self._open[request_id] = ask
+            self._outbox.open(request_id, ask.answer)
 
     def _submit(self, ask: Ask) -> str:
         question = ask.question
@@ -120,21 +135,12 @@ class EngineLoop:
         except TemplateError as error:
             raise NibbleError(f"messages: the model's chat template refuses them: {error}") from error
 
-    def _cancel_abandoned(self) -> None:
-        now = time.monotonic()
-        if not self._open or now < self._next_cancel_poll:
-            return
-        self._next_cancel_poll = now + CANCEL_POLL_S
-        for request_id, ask in self._open.items():
-            if ask.answer.is_cancelled:
-                self._engine.cancel(request_id)
-
     def _step(self) -> None:
         for event in self._engine.step():
             ask = self._open[event.request_id]
             if ask.client_id != CANARY_ID:
                 self._metrics.observe(event, ask.times)
-            ask.answer.take(event)
+            self._outbox.take(event)
             if event.finish_reason:
                 del self._open[event.request_id]
 
@@ -146,7 +152,8 @@ class EngineLoop:
             self._metrics.publish(self._engine.stats(), self._rounds)
             self._rounds = 0
 
-    def _fail_open(self, message: str) -> None:
-        for ask in self._open.values():
-            ask.answer.fail("UNAVAILABLE", message)
+    def _end(self, message: str) -> None:
+        """Fail what is open, and wait until everything has been sent."""
+        self._outbox.fail_open(message)
+        self._outbox.close()
         self._open.clear()
