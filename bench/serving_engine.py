@@ -16,10 +16,10 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from nibble.balance import BasisChange
+from nibble.dummy_source import CONFIGS
 from nibble.formats import FORMATS, PAGE_TOKENS
 from nibble.kernels.layout import seal_pages_for_cuda
 from nibble.key_transform import KeyTransform
-from nibble.paths import RECIPES_DIR
 from nibble.runtime import Engine, EngineLimits, SamplingParams
 from nibble.runtime.cache import CacheSpec, PoolSizes
 from nibble.runtime.decoder_weights import DecoderWeights
@@ -29,7 +29,6 @@ from nibble.runtime.step import Span, Step
 from nibble.runtime.weight_sources import DummyWeights
 from nibble.visibility import PagePolicy
 
-CONFIGS = RECIPES_DIR / "models" / "configs"
 SAMPLE_PAGES = 64  # truly quantized pages, repeated all over the pool
 
 

@@ -19,7 +19,15 @@ from nibble.errors import NibbleError
 from nibble.manifest import Manifest
 from nibble.models import read_shape, resolve_source
 from nibble.paths import engine_dir
-from nibble.recipes import ModelRecipe, ServeRecipe, load_kv_recipe, load_model_recipe, load_serve_recipe, recipe_names
+from nibble.recipes import (
+    DUMMY,
+    ModelRecipe,
+    ServeRecipe,
+    load_kv_recipe,
+    load_model_recipe,
+    load_serve_recipe,
+    recipe_names,
+)
 from nibble.stage import console, run_stage
 
 HOSTS = ("native", "trtllm")
@@ -53,6 +61,8 @@ def check_host(arguments: argparse.Namespace) -> None:
     if arguments.host not in HOSTS:
         raise NibbleError(f"host: got {arguments.host!r}, allowed {', '.join(HOSTS)}")
     if arguments.host == "trtllm":
+        if arguments.model.startswith(DUMMY):
+            raise NibbleError("WEIGHTS=dummy with HOST=trtllm: trtllm-build needs weights; allowed: HOST=native")
         return
     if arguments.kv in recipe_names("trtllm") and arguments.kv not in recipe_names("kv"):
         raise NibbleError(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from eval.config import load_plan
 from eval.evaluate import EvalRequest, evaluate
-from eval.subjects import require_engine
+from eval.subjects import check_request, require_engine
 from eval.terminal import print_certificate, print_report
 from eval.verdict import certificate_body
 from nibble.certificate import Certificate, sign_body, write_certificate
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     plan = load_plan("quick" if options.quick else options.plan, windows=options.windows, seed=options.seed)
     request = EvalRequest(options.model, options.kv, plan, options.served)
+    check_request(options.model, options.kv, plan)
     build(options.model, options.kv)
     certificate, summary = certify(request, Console(stderr=True))
     print(json.dumps({"verdict": certificate.body.verdict, **summary}), flush=True)

@@ -38,9 +38,14 @@ class Subjects:
 
 
 def check_request(model: str, kv: str, plan: EvalPlan) -> None:
-    """NibbleError for an unknown model or KV and for windows longer than the model's context."""
+    """NibbleError for an unknown model or KV, for dummy weights and for windows longer than the model's context."""
     recipe = load_model_recipe(model)
     load_kv_recipe(kv)
+    if recipe.has_dummy_weights:
+        raise NibbleError(
+            f"evaluation of {recipe.name}: its weights are random (WEIGHTS=dummy), so there is no quality to measure "
+            "and none to certify; evaluate the real model"
+        )
     if plan.max_context > recipe.max_context:
         raise NibbleError(
             f"evaluation of {recipe.name}: got sequences of {plan.max_context} tokens, allowed at most "

@@ -122,6 +122,8 @@ def check_certificate(engine_dir: Path, manifest: Manifest) -> tuple[Standing, s
     again = f"run: make certify MODEL={name} KV={kv}"
     if manifest.kv.recipe.format.is_fp16:
         return Standing.UNNEEDED, "an fp16 cache is the yardstick itself"
+    if manifest.model.recipe.has_dummy_weights:
+        return Standing.MISSING, f"engine {name} {kv} has dummy weights: it answers at random and can't be certified"
     path = engine_dir / CERTIFICATE_FILE
     if not path.is_file():
         return Standing.MISSING, f"engine {name} {kv} has no certificate; {again}"

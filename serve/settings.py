@@ -34,7 +34,7 @@ class EngineOptions:
 
     max_context: int = 2048
     max_running: int = 16
-    chunk_tokens: int = 256
+    chunk_tokens: int | None = None
     max_waiting: int = 256
     threads: int | None = None
     pool_mb: int | None = None

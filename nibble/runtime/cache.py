@@ -74,7 +74,7 @@ class PoolSizes:
         """
         pages_in_context = -(-limits.max_context // PAGE_TOKENS)
         kept_open = min(pages_in_context, spec.policy.sink_pages + spec.policy.recent_pages + 2)
-        open_pages = limits.max_running * kept_open + limits.chunk_tokens // PAGE_TOKENS + 1
+        open_pages = limits.max_running * kept_open + limits.step_tokens // PAGE_TOKENS + 1
         roomy = cls(open_pages, limits.max_running * pages_in_context)
         given = free_bytes if limits.pool_mb is None else limits.pool_mb * 2**20
         if given is None or (limits.pool_mb is None and roomy.bytes(spec) <= given):

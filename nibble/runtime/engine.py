@@ -73,11 +73,13 @@ class Engine:
 
         A model goes where `limits.device` says; `DecoderWeights` stay on their device.
         """
-        self.limits = limits or EngineLimits()
+        limits = limits or EngineLimits()
+        on_device = _place(model, spec, limits)
+        self.limits = limits.for_gpu() if isinstance(on_device, DecoderWeights) else limits
         self.origin = origin or EngineOrigin(spec.formats[0].name)
         self.tokenizer = tokenizer
         self.spec = spec
-        self.runner = _make_runner(model, spec, self.limits)
+        self.runner = _make_runner(on_device, spec, self.limits)
         self.pool_sizes = self.runner.pool_sizes
         open_pool, sealed_pool = PagePool(self.pool_sizes.open_pages), PagePool(self.pool_sizes.sealed_pages)
         self.pages = PageTable(open_pool, sealed_pool, spec.policy)
@@ -201,7 +203,7 @@ class Engine:
         sequence = Sequence("logits", list(token_ids), SamplingParams(), TextStream(self._decode))
         try:
             while sequence.num_pending:
-                length = min(self.limits.chunk_tokens, sequence.num_pending)
+                length = min(self.limits.step_tokens, sequence.num_pending)
                 pairs = self.pages.reserve(sequence, length)
                 step = Step((Span.of(sequence, 0, length, self.spec.policy),), tuple(pairs))
                 yield self.runner.logits(step, torch.arange(length))
@@ -289,13 +291,20 @@ class Engine:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _make_runner(model: PreTrainedModel | DecoderWeights, spec: CacheSpec, limits: EngineLimits) -> Runner:
+def _place(
+    model: PreTrainedModel | DecoderWeights, spec: CacheSpec, limits: EngineLimits
+) -> PreTrainedModel | DecoderWeights:
+    """The model itself for a CPU, its weights on the device for a GPU."""
     if isinstance(model, DecoderWeights):
-        return DeviceRunner(model, spec, limits)
+        return model
     device = choose_device(limits.device, model.config, spec)
     if device.type == "cpu":
-        return ModelRunner(model, spec, limits)
-    return DeviceRunner(DecoderWeights.read(model.config, ModelWeights(model), model.dtype, device), spec, limits)
+        return model
+    return DecoderWeights.read(model.config, ModelWeights(model), model.dtype, device)
+
+
+def _make_runner(model: PreTrainedModel | DecoderWeights, spec: CacheSpec, limits: EngineLimits) -> Runner:
+    return (DeviceRunner if isinstance(model, DecoderWeights) else ModelRunner)(model, spec, limits)
 
 
 def _eos_token_ids(model: PreTrainedModel | DecoderWeights, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

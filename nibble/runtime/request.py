@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from nibble.errors import NibbleError
 
 MAX_LOGPROBS = 20
 DEVICES = ("auto", "cpu", "cuda")
+CPU_CHUNK_TOKENS = 256
+GPU_CHUNK_TOKENS = 2048  # fewer leave a GPU's products short of rows
 
 
 class QueueFullError(NibbleError):
@@ -26,15 +28,15 @@ class FinishReason(StrEnum):
 class EngineLimits:
     """How much an engine takes on at once.
 
-    max_context: tokens of prompt and answer together. chunk_tokens: the most tokens of one forward pass. pool_mb: MiB
-    for the whole KV cache; None sizes it so that `max_running` sequences of `max_context` tokens fit. threads: CPU
-    threads for torch; None leaves torch's own choice. device: "cpu", "cuda", or "auto" for a GPU that the kernels know
-    when there is one.
+    max_context: tokens of prompt and answer together. chunk_tokens: the most tokens of one forward pass; None leaves it
+    to the device. pool_mb: MiB for the whole KV cache; None sizes it so that `max_running` sequences of `max_context`
+    tokens fit. threads: CPU threads for torch; None leaves torch's own choice. device: "cpu", "cuda", or "auto" for a
+    GPU that the kernels know when there is one.
     """
 
     max_context: int = 2048
     max_running: int = 16
-    chunk_tokens: int = 256
+    chunk_tokens: int | None = None
     max_waiting: int = 256
     pool_mb: int | None = None
     threads: int | None = None
@@ -43,15 +45,25 @@ class EngineLimits:
     def __post_init__(self) -> None:
         bounds = {"max_context": 2, "max_running": 1, "chunk_tokens": 16, "max_waiting": 1}
         for name, lowest in bounds.items():
-            if getattr(self, name) < lowest:
-                raise NibbleError(f"{name}: got {getattr(self, name)}, allowed {lowest} or more")
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise NibbleError(f"{name}: got {value}, allowed {lowest} or more")
         if self.device not in DEVICES:
             raise NibbleError(f"device: got {self.device!r}, allowed {', '.join(DEVICES)}")
-        if self.chunk_tokens < self.max_running:
+        if self.step_tokens < self.max_running:
             raise NibbleError(
                 f"chunk_tokens: got {self.chunk_tokens}, allowed max_running ({self.max_running}) or more, since every "
                 "running sequence decodes one token a step"
             )
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of one forward pass: `chunk_tokens`, or what suits a CPU."""
+        return self.chunk_tokens or max(CPU_CHUNK_TOKENS, self.max_running)
+
+    def for_gpu(self) -> EngineLimits:
+        """The same, with a GPU's chunk where none was given."""
+        return self if self.chunk_tokens else replace(self, chunk_tokens=max(GPU_CHUNK_TOKENS, self.max_running))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Reserve the pages of the next step; None when there is nothing to do."""
         self._admit()
-        budget = self.limits.chunk_tokens
+        budget = self.limits.step_tokens
         planned: list[tuple[Sequence, int]] = []
         seal_pairs: list[tuple[int, int]] = []
         for sequence in sorted(self.running, key=lambda s: (s.num_pending > 1, *_rank(s))):
@@ -75,7 +75,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
             self.pages.match_prefix(sequence)
-            first_chunk = min(sequence.num_pending, self.limits.chunk_tokens)
+            first_chunk = min(sequence.num_pending, self.limits.step_tokens)
             if self.running and not self.pages.can_admit(sequence, first_chunk):
                 self.pages.release_all(sequence)
                 return

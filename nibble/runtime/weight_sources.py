@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
+from nibble.dummy_source import dummy_seed
 from nibble.errors import NibbleError
+from nibble.models import read_config, weight_type
 from nibble.runtime.decoder_weights import DecoderWeights
 from nibble.runtime.shards import WHOLE, Shards
 
@@ -73,12 +75,11 @@ class DummyWeights:
 
 
 def load_decoder_weights(folder: Path, dtype: str, device: torch.device, shards: Shards = WHOLE) -> DecoderWeights:
-    """The weights of a checkpoint's folder. dtype: torch's name of a type, or "auto" for the checkpoint's own."""
+    """The weights of a model's folder. dtype: torch's name of a type, or "auto" for the checkpoint's own."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    weights = DecoderWeights.read(
-        config, SafetensorsWeights(folder), own if dtype == "auto" else getattr(torch, dtype), device, shards
-    )
+    seed = dummy_seed(read_config(folder))
+    source = SafetensorsWeights(folder) if seed is None else DummyWeights(config, seed)
+    weights = DecoderWeights.read(config, source, weight_type(config, dtype), device, shards)
     if not (folder / "generation_config.json").is_file():
         return weights
     return replace(weights, generation_config=GenerationConfig.from_pretrained(folder, local_files_only=True))

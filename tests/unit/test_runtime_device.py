@@ -53,6 +53,11 @@ def tokens_of(engine: Engine, prompts: list[list[int]], params: Any) -> list[lis
     return [completion.token_ids for completion in engine.generate(prompts, params)]
 
 
+def test_chunks_follow_the_device_unless_they_are_given() -> None:
+    engines = device_engine(chunk_tokens=None), make_engine(chunk_tokens=None, device="cpu"), device_engine()
+    assert [engine.scheduler.limits.step_tokens for engine in engines] == [2048, 256, 128]
+
+
 @pytest.mark.parametrize(("family", "kv"), [*((family, "int4") for family in FAMILIES), ("llama", "fp16")])
 def test_answers_are_those_of_the_cpu_runtime(family: str, kv: str) -> None:
     """Prompts at page edges, long enough to seal while decoding; greedy and drawn in one batch."""
