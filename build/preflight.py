@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 
 from build.attention_weights import LayerWeights, read_attention_weights
-from build.key_bias import USUAL_KEY_WIDTH, RopeSpan, find_remedy, pair_amplitudes
+from build.key_bias import COARSEST_STEP, INT4_LEVELS, USUAL_KEY_WIDTH, RopeSpan, find_remedy, pair_amplitudes
 from nibble.architecture import Architecture, find_refusal, read_architecture
 from nibble.calibration import Calibration
 from nibble.errors import NibbleError
@@ -75,7 +75,7 @@ def run_preflight(source: Path, formats: list[KVFormat], calibration: Calibratio
         rope = RopeSpan(architecture.rope_theta or DEFAULT_THETA, context)
         _check_key_bias(architecture, weights, formats, calibration, rope, result)
         _check_query_bias(architecture, weights, formats, result)
-        _check_ranges(architecture, calibration, result)
+        _check_ranges(weights, formats, calibration, result)
     return result
 
 
@@ -191,13 +191,15 @@ def _report_remedies(check: str, got: str, otherwise: str, result: Preflight, la
     result.add(check, got, "mitigate", action, layers)
 
 
-def _check_ranges(architecture: Architecture, calibration: Calibration | None, result: Preflight) -> None:
-    """Ranges of K from calibration: beyond fp16 is refused, wide channels are named."""
+def _check_ranges(
+    weights: list[LayerWeights], formats: list[KVFormat], calibration: Calibration | None, result: Preflight
+) -> None:
+    """Ranges of K from calibration: beyond fp16 is refused, wide channels get a scale of their own."""
     if calibration is None:
         result.add("K channel ranges", "not calibrated", "safe", "measured by the self-check of the build")
         return
-    widest, layer_of, beyond = 0.0, 0, []
-    for index in range(architecture.num_layers):
+    widest, layer_of, beyond, hit = 0.0, 0, [], []
+    for index, (layer, fmt) in enumerate(zip(weights, formats, strict=True)):
         low, high = calibration.channel_range(index, "k")
         width = high - low
         ratio = float(width.max() / width.median().clamp_min(1e-12))
@@ -205,12 +207,27 @@ def _check_ranges(architecture: Architecture, calibration: Calibration | None, r
             widest, layer_of = ratio, index
         if float(torch.maximum(low.abs(), high.abs()).max()) > LARGEST_HALF:
             beyond.append(index)
+        if fmt.k.scale is ScaleKind.TOKEN and _without_bias(width, layer) * INT4_LEVELS / fmt.k.levels > COARSEST_STEP:
+            hit.append(index)
+            why = (
+                f"K's widest channel, {ratio:.0f} times the median, sets the one scale that {fmt.name} has for a token"
+            )
+            result.formats.setdefault(index, (FORMATS["k8v4"], why))
     if beyond:
         action = f"K is beyond what fp16 pages hold (65504) in layers {_spell(beyond)}; use an engine with a bf16 cache"
         result.add("K channel ranges", "beyond fp16", "refuse", action, beyond)
         return
-    action = "each channel has a scale of its own" if widest > WIDE_CHANNEL else ""
-    result.add("K channel ranges", f"widest {widest:.3g} times the median (layer {layer_of})", "safe", action)
+    otherwise = "each channel has a scale of its own" if widest > WIDE_CHANNEL else ""
+    got = f"widest {widest:.3g} times the median (layer {layer_of})"
+    _report_remedies("K channel ranges", got, otherwise, result, hit)
+
+
+def _without_bias(width: torch.Tensor, layer: LayerWeights) -> float:
+    """The widest channel of K, less the wave that a bias makes in it, over the median one. width: [heads, D]."""
+    median = width.median().clamp_min(1e-12)
+    if layer.k_bias is not None:
+        width = width - 2 * pair_amplitudes(layer.k_bias, width.shape[-1]).to(width).repeat(1, 2)
+    return float(width.max() / median)
 
 
 def _key_width(calibration: Calibration | None, layer: int, amplitudes: torch.Tensor) -> float:
