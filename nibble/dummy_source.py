@@ -26,6 +26,7 @@ CONFIGS = RECIPES_DIR / "models" / "configs"
 SEED_KEY = "nibble_dummy_seed"
 SEED = 0
 BYTES = 256
+CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 
 
 def make_dummy_source(model: str, name: str) -> Path:
@@ -84,5 +85,5 @@ def _write_byte_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")

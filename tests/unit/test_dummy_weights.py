@@ -32,6 +32,8 @@ def test_an_engine_of_dummy_weights_answers_and_is_not_certified(dummy: str, tmp
     manifest = build_native(dummy, "int4", 512, 2)
     folder = tmp_path / "engines" / "tiny-dummy" / "int4"
     engine = Engine.load(folder, EngineLimits(max_context=512, max_running=2, device="cpu"))
+    chat = [{"role": "user", "content": "Hi"}]
+    assert engine.tokenizer.apply_chat_template(chat, tokenize=False) == "user: Hi\nassistant: "
     answers = [engine.generate([list(range(200))], SamplingParams(max_tokens=4))[0] for _ in range(2)]
     assert len(answers[0].token_ids) == 4 and answers[0].token_ids == answers[1].token_ids
     standing, reason = check_certificate(folder, manifest)
