@@ -121,7 +121,7 @@ def _search(request: SearchRequest, source: Path, inputs: dict[str, Any], consol
         verifier = Verifier(request, subject, traces, memory)
         choice, kl, tried = choose_mix(request, mixes, figures.policies, size, verifier)
         frontier = measure_frontier(request, mixes, page_bytes, verifier)
-        equal_sizes = choose_at_equal_sizes(request, mixes, figures.policies, size, verifier)
+        equal_sizes = choose_at_equal_sizes(request, figures.kl, figures.policies, size, verifier)
     memory.forget()
     return {
         "schema": SCHEMA,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from calibrate.search_choose import CacheSize, Choice, Mix, cheapest
+from calibrate.search_choose import CacheSize, Choice, Mix, best_mixes, cheapest
 from calibrate.search_memory import SearchMemory
 from calibrate.search_report import frontier_sizes
 from calibrate.search_request import SearchRequest
@@ -73,25 +73,34 @@ def choose_mix(
 
 
 def choose_at_equal_sizes(
-    request: SearchRequest, mixes: list[Mix], policies: dict[PagePolicy, float], size: CacheSize, verifier: Verifier
+    request: SearchRequest, kl: np.ndarray, policies: dict[PagePolicy, float], size: CacheSize, verifier: Verifier
 ) -> list[dict[str, Any]]:
     """For each uniform format the best cache that weighs no more at the full context, fp16 pages included.
 
     Measured are the format itself, the mix that the sum of the layers ranks first with the recipe's pages, and the one
-    that it ranks first with any pages. The best of them on the held-out prompts is taken, be it the uniform one.
+    that it ranks first with any pages. The best of them on the held-out prompts is taken, be it the uniform one. Static
+    scales hold on text like the calibration's, which prompts can't tell: they are used where nothing else is as small.
+    kl: [layers, candidates], nats.
     """
-    found, base, layers = [], request.kv.policy, len(mixes[0].formats)
+    page_bytes = [size.sealed_page(fmt) for fmt in request.candidates]
+    static = [fmt.needs_calibration for fmt in request.candidates]
+    steady, mixes = best_mixes(np.where(static, np.inf, kl), page_bytes), best_mixes(kl, page_bytes)
+    found, base, layers = [], request.kv.policy, len(kl)
     for c, fmt in enumerate(request.candidates):
         if fmt.is_fp16:
             continue
         limit = size.at_context(size.sealed_page(fmt) * layers / PAGE_TOKENS, base)
-        fitting = {policy: _largest(mixes, policy, limit, size) for policy in policies}
-        ranked = [(policy, mix) for policy, mix in fitting.items() if mix is not None]
-        best = min(ranked, key=lambda pair: pair[1].kl * policies[pair[0]])
-        contenders = [((c,) * layers, base)]
+        uniform = (c,) * layers
+        for pool in (steady, mixes):
+            fitting = {policy: _largest(pool, policy, limit, size) for policy in policies}
+            ranked = [(policy, mix) for policy, mix in fitting.items() if mix is not None]
+            best = min(ranked, key=lambda pair: pair[1].kl * policies[pair[0]], default=None)
+            if best is not None and (best[1].formats, best[0]) != (uniform, base):
+                break
+        contenders = [(uniform, base)]
         contenders += [(mix.formats, policy) for policy, mix in ranked if policy == base or (policy, mix) == best]
         measured = {contender: verifier.kl(*contender) for contender in contenders}
-        (formats, policy), kl = min(measured.items(), key=lambda pair: pair[1])
+        (formats, policy), lowest = min(measured.items(), key=lambda pair: pair[1])
         sealed = sum(size.sealed_page(request.candidates[f]) for f in formats) / PAGE_TOKENS
         found.append(
             {
@@ -102,8 +111,8 @@ def choose_at_equal_sizes(
                 "bytes_per_token": sealed,
                 "bytes_per_token_at_context": size.at_context(sealed, policy),
                 "uniform_bytes_per_token_at_context": limit,
-                "kl_held_out": kl,
-                "kl_uniform": measured[(c,) * layers, base],
+                "kl_held_out": lowest,
+                "kl_uniform": measured[uniform, base],
             }
         )
     return found
