@@ -42,6 +42,7 @@ from nibble.visibility import PagePolicy
 RESULTS = REPOSITORY_ROOT / "bench" / "results" / "search.json"
 PLOT = REPOSITORY_ROOT / "docs" / "search.svg"
 WINDOW_TOKENS = 1024
+KEY = ("model", "window_tokens", "seed", "cache")
 CLOSE = 0.02  # a mix is as large as a uniform format when it lacks at most this share of its bytes
 
 
@@ -62,7 +63,7 @@ def main() -> None:
         load_tokenizer(source), count=arguments.windows, window_tokens=arguments.tokens, seed=arguments.seed
     )
     traces = [subject.trace(window.inputs) for window in chosen.windows]
-    context = {"windows": len(traces), "window_tokens": arguments.tokens, "text": "eval"}
+    context = {"windows": len(traces), "window_tokens": arguments.tokens, "text": "eval", "seed": arguments.seed}
     formats = arguments.formats.split(",") if arguments.formats else None
     content = _measure(_only(mix.content, formats), subject, traces)
     _merge(arguments.out, [{**r, **context, "commit": arguments.commit or commit()} for r in _records(content)])
@@ -81,11 +82,10 @@ def _only(content: dict[str, Any], formats: list[str] | None) -> dict[str, Any]:
 
 
 def _merge(path: Path, records: list[dict[str, Any]]) -> None:
-    """Records replace those of the same model, window length and cache."""
+    """Records replace those of the same model, windows and cache."""
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    new = {(r["model"], r["window_tokens"], r["cache"]) for r in records}
-    kept = [r for r in found if (r["model"], r["window_tokens"], r["cache"]) not in new]
-    rows = sorted([*kept, *records], key=lambda r: (r["model"], r["window_tokens"], r["bytes_per_token"]))
+    by_key = {tuple(r[name] for name in KEY): r for r in [*found, *records]}
+    rows = sorted(by_key.values(), key=lambda r: (r["model"], r["window_tokens"], r["seed"], r["bytes_per_token"]))
     lines = ",\n".join(map(json.dumps, rows))
     atomic.write_text(path, f"[\n{lines}\n]\n")
     print(json.dumps({"records": len(records), "file": path.name}))
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, default=2, help="of eval/data")
     parser.add_argument("--tokens", type=int, default=WINDOW_TOKENS, help="of a window")
     parser.add_argument("--formats", help="these uniform formats and the caches of their sizes alone, no plot")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="which windows")
     parser.add_argument("--commit", help="what to record where git is not at hand")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=PLOT)
