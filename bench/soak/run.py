@@ -21,6 +21,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -91,8 +92,11 @@ async def soak_server(server: SoakServer, arguments: argparse.Namespace, tally: 
     finally:
         for watcher in watchers:
             watcher.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
+        ends = await asyncio.gather(*watchers, return_exceptions=True)
         await client.close()
+    for end in ends:
+        if isinstance(end, Exception):  # a watcher that fell over saw nothing of the rest
+            raise end
 
 
 async def kill_now_and_then(server: SoakServer, client: SoakClient, record: Record, until: float) -> None:
@@ -102,7 +106,7 @@ async def kill_now_and_then(server: SoakServer, client: SoakClient, record: Reco
         if time.monotonic() + KILL_EVERY_S / 2 > until:
             return
         client.is_disturbed = True
-        seconds = await asyncio.to_thread(server.recover_from, name, signal.SIGKILL)
+        seconds = await asyncio.to_thread(server.recover_from, name, signal.SIGKILL, until_answered=False)
         record.recoveries.append({"killed": name, "seconds": round(seconds, 2)})
         progress.print(f"killed the {name}; ready again after {seconds:.1f} s")
         await asyncio.sleep(3)  # the last requests that it hit learn of it
@@ -117,7 +121,9 @@ async def sample(server: SoakServer, client: SoakClient, record: Record) -> None
             usage = await asyncio.to_thread(server.memory_mib)
             used, free = [await asyncio.to_thread(server.metric, SEALED.format(state)) for state in ("used", "free")]
             preemptions = await asyncio.to_thread(server.metric, "nibble_preemptions_total")
-        except (NibbleError, OSError, AssertionError, IndexError):
+        except (NibbleError, OSError, AssertionError, IndexError, HTTPException):
+            continue
+        if not used + free:  # the server is up, its engine is not yet
             continue
         for name, mib in usage.items():
             record.memory.setdefault(name, []).append((server.victim(name).pid, mib))

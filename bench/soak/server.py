@@ -105,12 +105,21 @@ class SoakServer:
         assert record.server is not None and record.front is not None
         return {"server": record.server, "front": record.front}.get(name) or stubs_of(record.server.pid)[0]
 
-    def recover_from(self, name: str, number: signal.Signals) -> float:
-        """Send a signal to one process; seconds from it until another is there, ready, and has answered a request."""
+    def recover_from(self, name: str, number: signal.Signals, *, until_answered: bool = True) -> float:
+        """Send a signal to one process; seconds from it until another is there, ready, and has answered a request.
+
+        until_answered: False under load, where a request would first wait for those of others, and where readiness is
+        never stale, since their failures make the front look at once.
+        """
         victim = self.victim(name)
         began = time.monotonic()
         os.kill(victim.pid, number)
-        while victim.is_alive or not self._is_replaced(name, victim) or not self.is_ready() or not self.answers():
+        while (
+            victim.is_alive
+            or not self._is_replaced(name, victim)
+            or not self.is_ready()
+            or (until_answered and not self.answers())
+        ):
             if time.monotonic() - began > START_S:
                 raise NibbleError(f"soak: no recovery from {number.name} to the {name} within {START_S:.0f} s")
             time.sleep(0.05)

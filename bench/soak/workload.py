@@ -71,12 +71,13 @@ class Task:
 
 
 def make_prompts(seed: int, count: int = TAGS, long_repeats: int = LONG_REPEATS) -> list[Prompt]:
-    """Short prompts and, every other, one of `long_repeats` times its tag; each prompt has a tag of its own."""
+    """Every other prompt is short, the others repeat their tag up to `long_repeats` times: lengths that fill a pool."""
     source = random.Random(seed)  # noqa: S311
     tags: dict[str, None] = {}
     while len(tags) < count:
         tags["".join(source.choice("BCDFGKLMNPRSTVZ") + source.choice("aeiou") for _ in range(3))] = None
-    return [Prompt(tag, " ".join([tag] * (long_repeats if index % 2 else 10))) for index, tag in enumerate(tags)]
+    lengths = [10, long_repeats, 10, long_repeats * 2 // 3, 10, long_repeats // 3]
+    return [Prompt(tag, " ".join([tag] * lengths[index % len(lengths)])) for index, tag in enumerate(tags)]
 
 
 def make_task(source: random.Random, prompts: list[Prompt], max_tokens: int = MAX_TOKENS) -> Task:
