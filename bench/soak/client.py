@@ -18,6 +18,7 @@ import httpx
 from bench.soak.workload import REFUSED, Kind, Prompt, Task
 
 PATIENCE_S = 120.0
+BACK_OFF_S = 0.5  # what a client waits after an error that isn't its own
 TOLD_WHILE_DOWN = (0, 500, 502, 503)  # 0: nobody listens, the front itself is being restarted
 
 
@@ -82,6 +83,8 @@ class SoakClient:
             answer = Answer(status=-1)
         except (httpx.TransportError, OSError):
             answer = Answer(status=0)
+        if answer is not None and _is_servers_error(answer) and task.kind not in REFUSED:
+            await asyncio.sleep(BACK_OFF_S)
         problem = None if answer is None else self._judge(task, answer, disturbed_before or self.is_disturbed)
         self.tally.done[task.kind] += 1
         if problem:
@@ -151,7 +154,7 @@ class SoakClient:
             return None
         if task.kind in REFUSED and (answer.status, answer.error) == REFUSED[task.kind]:
             return None
-        if answer.error or answer.status in TOLD_WHILE_DOWN:
+        if _is_servers_error(answer):
             self.tally.told_errors += 1
             return None if is_disturbed else "an error without a reason"
         if task.kind in REFUSED:
@@ -186,6 +189,10 @@ class SoakClient:
             "temperature": 0,
             "ignore_eos": True,
         }
+
+
+def _is_servers_error(answer: Answer) -> bool:
+    return bool(answer.error) or answer.status in TOLD_WHILE_DOWN
 
 
 def _whole(response: httpx.Response) -> Answer:
