@@ -18,6 +18,7 @@ from nibble.paths import REPOSITORY_ROOT
 from nibble.stage import console, run_stage
 
 PAGE = REPOSITORY_ROOT / "docs" / "tradeoffs.md"
+HEAD_DIMS = {"gemma3-270m": 256, "smollm2-135m": 64}  # of the real models measured
 NEEDLE_RECORDS = REPOSITORY_ROOT / "bench" / "results" / "needle.json"
 WORKLOADS = (("llama-8b", "h100", 8192), ("llama-8b", "h100", 32768), ("qwen3-8b", "h200", 32768),
              ("qwen2.5-7b", "l40s", 32768), ("mistral-7b", "rtx4090", 8192))  # fmt: skip
@@ -41,22 +42,27 @@ def main() -> None:
 
 
 def quality_sections(records: list[dict[str, Any]]) -> list[str]:
-    """A table for each window length at which the real model was measured."""
-    real = [record for record in records if record["model"] == "smollm2-135m"]
+    """A table for each real model and window length, on the text that nothing was chosen on."""
     sections = []
-    for tokens in sorted({record["window_tokens"] for record in real}):
-        stored = {record["format"]: record for record in real if record["window_tokens"] == tokens}
+    for model, tokens in sorted({(record["model"], record["window_tokens"]) for record in records}):
+        stored = {
+            record["format"]: record
+            for record in records
+            if (record["model"], record["window_tokens"], record["text"]) == (model, tokens, "eval")
+        }
+        if model not in HEAD_DIMS:
+            continue
         rows = []
         for name in FORMATS:
             record = stored.get(BENCH_NAMES.get(name, name))
             if record is not None:
-                bits = SealedPageLayout(FORMATS[name], 64).bytes_per_token
+                size = SealedPageLayout(FORMATS[name], HEAD_DIMS[model]).bytes_per_token
                 rows.append(
-                    [name, f"{bits:g}", f"{256 / bits:.2f}", f"{record['kl_mean']:.2g}", f"{record['kl_p999']:.2g}",
-                     f"{record['top1_agreement']:.1%}", f"{record['ppl_delta_pct']:+.2f} %"]
+                    [name, f"{size:g}", f"{4 * HEAD_DIMS[model] / size:.2f}", f"{record['kl_mean']:.2g}",
+                     f"{record['kl_p999']:.2g}", f"{record['top1_agreement']:.1%}", f"{record['ppl_delta_pct']:+.2f} %"]
                 )  # fmt: skip
         any_record = next(iter(stored.values()))
-        title = f"\n## SmolLM2-135M, {any_record['windows']} windows of {tokens:,} tokens ({any_record['device']})\n"
+        title = f"\n## {model}, {any_record['windows']} windows of {tokens:,} tokens ({any_record['device']})\n"
         headings = ["KV", "bytes a token and head", "smaller by", "KL", "p99.9", "same top token", "perplexity"]
         sections.append(title + "\n" + table(headings, rows))
     return sections
