@@ -15,6 +15,7 @@ from bench.quality_attention import Layer, View
 from bench.quality_statistics import LayerStatistics
 from nibble.formats import PAGE_TOKENS, ScaleKind, TensorFormat
 from nibble.quantizer import round_trip
+from nibble.static_scales import DEAD_SCALE
 from nibble.visibility import PagePolicy
 
 SCALES = ("none", "page", "page32", "token", "static", "fp8")
@@ -121,7 +122,7 @@ def _static(x: torch.Tensor, scheme: TensorScheme, samples: torch.Tensor) -> tor
         mean, deviation = samples.mean(1, keepdim=True), samples.std(1, keepdim=True)
         low, high = mean - scheme.clip * deviation, mean + scheme.clip * deviation
     levels = 2**scheme.bits - 1
-    step = (high - low) / levels
+    step = ((high - low) / levels).clamp_min(DEAD_SCALE)
     return ((x - low) / step).round().clamp(0, levels) * step + low
 
 

@@ -7,14 +7,16 @@ import torch
 from nibble.calibration import TENSORS, Calibration
 from nibble.errors import NibbleError
 from nibble.formats import KVFormat, ScaleKind
-from nibble.static_scales import check_scales
+from nibble.static_scales import DEAD_SCALE, check_scales
+
+LARGEST_DEAD_SHARE = 0.5  # of a head's channels: with more, the calibration is what is wrong
 
 
 def pack_static_scales(calibration: Calibration, formats: list[KVFormat]) -> dict[str, torch.Tensor]:
     """The tensors of kv_static.safetensors, float32 [num_kv_heads, head_dim].
 
     formats: of each layer. Raises NibbleError naming the layer whose range is missing, NaN, infinite, empty, or gives a
-    scale of exactly 1.0.
+    scale of exactly 1.0. A channel that was always 0 is dead, not badly calibrated, when most of its head's are not.
     """
     tensors = {}
     for index, fmt in enumerate(formats):
@@ -29,13 +31,15 @@ def pack_static_scales(calibration: Calibration, formats: list[KVFormat]) -> dic
 
 
 def _scale(minimum: torch.Tensor, maximum: torch.Tensor, levels: int, owner: str) -> torch.Tensor:
-    empty = maximum <= minimum
+    dead = (minimum == 0) & (maximum == 0)
+    dead &= dead.float().mean(-1, keepdim=True) < LARGEST_DEAD_SHARE
+    empty = (maximum <= minimum) & ~dead
     if empty.any():
         head, channel = empty.nonzero()[0].tolist()
         raise NibbleError(
             f"{owner}, head {head}, channel {channel}: calibrated range {minimum[head, channel].item():g} to "
             f"{maximum[head, channel].item():g} is empty; calibrate again, or use a format without static scales"
         )
-    scale = ((maximum.float() - minimum.float()) / levels).contiguous()
+    scale = ((maximum.float() - minimum.float()) / levels).where(~dead, DEAD_SCALE).contiguous()
     check_scales(scale, minimum, owner)
     return scale

@@ -7,6 +7,10 @@ Q: second moment of q). It is reached when both become the same diagonal matrix 
 control theory, and a Hadamard matrix then spreads both evenly over the channels:
 
     A = H diag(l)^(1/4) V^T S^(-1/2)         S^(1/2) Q S^(1/2) = V diag(l) V^T
+    B = H diag(l)^(-1/4) V^T S^(1/2)
+
+B is the inverse of A^T in whatever way l is rounded, as long as no l is 0. A channel that no token gives a value, as under
+a norm with a weight of 0, has an l below what float64 resolves, of any sign; `SMALLEST_COST` keeps it away from 0.
 
 For V of attention the reader is W_o: with Q = W_o^T W_o the change of basis folds into the weights (`nibble.rotation`).
 """
@@ -22,6 +26,7 @@ from nibble.rotation import hadamard_matrix
 
 RIDGE = 1e-2  # of each channel's variance: keeps directions that calibration hardly saw from being blown up
 SMALLEST_SHARE = 1e-9  # of the mean variance: lets a constant channel pass
+SMALLEST_COST = 1e-12  # of the mean eigenvalue: lets a channel pass that is constant in K and in Q
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,12 @@ def balanced_rotation(stored: torch.Tensor, reader: torch.Tensor, ridge: float =
     spread, weight = (_ridged(matrix.double(), ridge) for matrix in (stored, reader))
     root, inverse_root = _square_roots(spread)
     eigenvalues, vectors = torch.linalg.eigh(root @ weight @ root)
-    balanced = eigenvalues.clamp_min(0).pow(0.25).unsqueeze(-1) * vectors.mT @ inverse_root
-    forward = hadamard_matrix(stored.shape[-1]).to(balanced) @ balanced
-    return BasisChange(forward.float(), torch.linalg.inv(forward).mT.contiguous().float())
+    floor = SMALLEST_COST * eigenvalues.mean(-1, keepdim=True)
+    quarter = torch.maximum(eigenvalues, floor).pow(0.25).unsqueeze(-1)
+    hadamard = hadamard_matrix(stored.shape[-1]).to(quarter)
+    forward = hadamard @ (quarter * vectors.mT @ inverse_root)
+    reader = hadamard @ (vectors.mT / quarter @ root)
+    return BasisChange(forward.float().contiguous(), reader.float().contiguous())
 
 
 def _ridged(matrix: torch.Tensor, ridge: float) -> torch.Tensor:

@@ -4,7 +4,8 @@
     x ~= code * scale + zero                                code in 0 .. 2^bits - 1
 
 A scale that is missing, NaN, infinite, not positive or exactly 1.0 (what exporters write when they have none) is an
-error that names the layer, when the file is made and whenever it is read.
+error that names the layer, when the file is made and whenever it is read. A channel that is always 0, as under a norm with
+a weight of 0, has `DEAD_SCALE`: its code is 0, and it comes back as 0.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nibble.quantizer import ScaleZero
 from nibble.reference import LayerScales
 
 STATIC_FILE = "kv_static.safetensors"
+DEAD_SCALE = 2.0**-14  # the smallest scale of a page, too
 
 
 def read_static_scales(engine_dir: Path, formats: list[KVFormat]) -> list[LayerScales]:

@@ -14,7 +14,7 @@ from build.static_pack import pack_static_scales
 from nibble.calibration import Calibration
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, SealedPageLayout
-from nibble.quantizer import ScaleZero
+from nibble.quantizer import ScaleZero, round_trip
 from nibble.reference import LayerScales
 from nibble.static_scales import STATIC_FILE, read_static_scales
 
@@ -62,6 +62,19 @@ def test_scale_and_zero_follow_the_range() -> None:
 def test_unusable_ranges_name_the_layer(changes: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(NibbleError, match=message):
         pack_static_scales(calibration(**changes), [INT4, INT4])
+
+
+def test_a_channel_that_is_always_0_comes_back_as_0() -> None:
+    dead = {f"l1_k_{end}": one_channel(0.0, base) for end, base in (("min", -1.0), ("max", 2.0))}
+    tensors = pack_static_scales(calibration(**dead), [INT4, INT4])
+    scales = ScaleZero(tensors["layers.1.k.scale"].unsqueeze(1), tensors["layers.1.k.zero"].unsqueeze(1))
+    x = 0.5 * torch.ones(HEADS, 64, CHANNELS)
+    x[1, :, 7] = 0.0
+    back = round_trip(x.half(), INT4.k, scales)
+    assert (back[1, :, 7] == 0).all() and (back - x).abs().max() <= 0.1 + 1e-3
+    everything = {f"l1_k_{end}": torch.zeros(HEADS, CHANNELS) for end in ("min", "max")}
+    with pytest.raises(NibbleError, match="layer 1 K, head 0, channel 0: calibrated range 0 to 0 is empty"):
+        pack_static_scales(calibration(**everything), [INT4, INT4])
 
 
 def test_a_missing_layer_is_named() -> None:

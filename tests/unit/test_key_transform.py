@@ -69,6 +69,21 @@ def test_balanced_keys_lose_less_to_four_bits() -> None:
     assert error(queries @ basis.reader.mT, keys @ basis.forward.mT) < 0.7 * error(queries, keys)
 
 
+@pytest.mark.parametrize("dead_in", ["k", "q", "k and q"])
+def test_dead_channels_leave_a_basis_that_fp16_can_hold(dead_in: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    keys, queries = torch.randn(2, HEADS, 300, CHANNELS, generator=generator) * torch.logspace(-1, 1, CHANNELS)
+    dead = torch.tensor([3, 6, 19, 22])  # both of two RoPE pairs, as where Gemma's norms have a weight of 0
+    for name, x in (("k", keys), ("q", queries)):
+        if name in dead_in.split(" and "):
+            x[..., dead] = 0.0
+    basis = balanced_rotation(keys.mT @ keys, queries.mT @ queries)
+    stored, read, want = keys @ basis.forward.mT, queries @ basis.reader.mT, queries @ keys.mT
+    assert max(stored.abs().max(), read.abs().max()) < 1e3 * max(keys.abs().max(), queries.abs().max())
+    assert relative(read @ stored.mT, want) < 1e-5
+    assert relative(read.half().float() @ stored.half().float().mT, want) < 1e-3
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
 def test_moments_that_say_nothing_are_refused(bad: float) -> None:
     k, q = random_moments()
