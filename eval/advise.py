@@ -45,6 +45,7 @@ class Shape:
 
 
 SHAPES = {  # of the shipped recipes whose weights may not be at hand
+    "gemma3-270m": Shape(18, 1, 256, 0.268e9),
     "llama-8b": Shape(32, 8, 128, 8.03e9),
     "llama-70b": Shape(80, 8, 128, 70.6e9),
     "mistral-7b": Shape(32, 8, 128, 7.25e9),
@@ -95,15 +96,17 @@ def request_bytes(shape: Shape, fmt: KVFormat, context: int) -> float:
 
 
 def quality_of(model: str) -> dict[str, tuple[float | None, float | None, str]]:
-    """KL, top-1 agreement and where they are from, by format: this model's runs, else the quality bench's records."""
+    """KL, top-1 agreement and where they are from, by format: this model's runs, else the quality bench's records
+    of it, else those of SmolLM2."""
     found: dict[str, tuple[float | None, float | None, str]] = {"fp16": (0.0, 1.0, "the yardstick")}
-    records = json.loads(QUALITY_RECORDS.read_text(encoding="utf-8"))
-    longest = max((r["window_tokens"] for r in records if r["model"] == "smollm2-135m"), default=0)
-    stored = {r["format"]: r for r in records if r["model"] == "smollm2-135m" and r["window_tokens"] == longest}
+    records = [r for r in json.loads(QUALITY_RECORDS.read_text(encoding="utf-8")) if r["text"] == "eval"]
+    source = model if any(r["model"] == model for r in records) else "smollm2-135m"
+    longest = max((r["window_tokens"] for r in records if r["model"] == source), default=0)
+    stored = {r["format"]: r for r in records if (r["model"], r["window_tokens"]) == (source, longest)}
     for name in FORMATS:
         record = stored.get(BENCH_NAMES.get(name, name))
         if record is not None:
-            found.setdefault(name, (record["kl_mean"], record["top1_agreement"], f"smollm2-135m, {longest:,} tokens"))
+            found.setdefault(name, (record["kl_mean"], record["top1_agreement"], f"{source}, {longest:,} tokens"))
     for report in latest_reports(results_root(), model):
         s = report.summary
         found[s.kv] = (s.kl_mean, s.top1_agreement, f"{model}, {report.plan.window_tokens:,} tokens")
