@@ -19,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from build.key_basis import static_scales_in_basis
-from build.key_plan import as_stored, explain_transform, plan_key_transforms
+from build.key_plan import as_stored, plan_key_transforms
 from build.layer_plan import LayerPlan, asked_formats, plan_layers
 from build.preflight import Preflight, preflight_table, require_flyable, run_preflight
 from nibble import atomic
@@ -128,12 +128,12 @@ def _write_engine(request: BuildRequest, key: str, preflight: Preflight, folder:
     plans = plan_layers(request.kv, request.mix, shape.num_layers, request.calibration, preflight)
     formats = [plan.fmt for plan in plans]
     _copy_tokenizer(request.source, folder / TOKENIZER_DIR)
-    transforms = plan_key_transforms(request.source, request.model, formats, preflight, console)
-    write_key_transforms(folder, transforms)
+    keys = plan_key_transforms(request.source, request.model, formats, preflight, console)
+    write_key_transforms(folder, keys.transforms)
     if any(fmt.needs_calibration for fmt in formats):
-        scales = static_scales_in_basis(request.source, request.model, formats, transforms, console)
+        scales = static_scales_in_basis(request.source, request.model, formats, keys.transforms, console)
         _write_static_scales(request, formats, scales, folder)
-    layers = _check_layers(request, plans, folder, console)
+    layers = _check_layers(request, plans, keys.why, folder, console)
     content = _content(request, key, layers, _hash_files(folder))
     content["preflight"] = preflight.entry.model_dump()
     content["engine_hash"] = compute_engine_hash(content)
@@ -161,9 +161,12 @@ def _write_static_scales(
 
 
 def _check_layers(
-    request: BuildRequest, plans: list[LayerPlan], folder: Path, console: Console
+    request: BuildRequest, plans: list[LayerPlan], why_keys: dict[int, str], folder: Path, console: Console
 ) -> list[dict[str, Any]]:
-    """Read back what was written and round-trip real pages of every layer; the manifest's entries."""
+    """Read back what was written and round-trip real pages of every layer; the manifest's entries.
+
+    why_keys: why a layer's K is in a basis, or is not.
+    """
     from build.real_pages import capture_pages
     from build.self_check import check_layer, measure_bytes_per_token, measure_fp16_bytes_per_token
 
@@ -176,7 +179,7 @@ def _check_layers(
             {
                 "index": index,
                 "format": _format_entry(plan.fmt),
-                "why": "; ".join([plan.why, *(explain_transform(transforms.get(index)))]),
+                "why": "; ".join([plan.why, *([why_keys[index]] if index in why_keys else [])]),
                 "bytes_per_token": measure_bytes_per_token(pages[index], plan.fmt, scales[index]),
                 "bytes_per_token_fp16": measure_fp16_bytes_per_token(pages[index]),
                 "roundtrip": check_layer(index, pages[index], plan.fmt, scales[index]).model_dump(),

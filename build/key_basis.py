@@ -9,7 +9,7 @@ are close to normal, and a step too wide for all of them costs more than the few
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from nibble.static_scales import check_scales
 
 if TYPE_CHECKING:
     from calibrate.key_moments import LayerMoments
+    from nibble.balance import BasisChange
 
 MOMENTS_FILE = "kv_moments.safetensors"
 MOMENTS_VERSION = 1  # raise it when what is collected changes
@@ -39,6 +40,15 @@ WINDOWS = 6
 PROMPTS_DRAWN = 200
 ENOUGH_TOKENS = 512  # windows shorter than this say too little of a page's spread
 STATIC_SPAN = 2.75
+LARGEST_SCORE_ERROR = 1e-3  # of fp16 pages in a basis; several times what fp16 costs by itself
+
+
+@dataclass
+class KeyPlan:
+    """The transform of each layer that has one, and why a layer has it, or has none although its format wants one."""
+
+    transforms: dict[int, KeyTransform] = field(default_factory=dict)
+    why: dict[int, str] = field(default_factory=dict)
 
 
 def wants_basis(fmt: KVFormat) -> bool:
@@ -46,26 +56,39 @@ def wants_basis(fmt: KVFormat) -> bool:
     return fmt.k.bits == 4 and fmt.k.scale in (ScaleKind.PAGE_CHANNEL, ScaleKind.STATIC_CHANNEL)
 
 
-def find_key_transforms(
-    source: Path, recipe: ModelRecipe, formats: list[KVFormat], console: Console
-) -> dict[int, KeyTransform]:
-    """The transform of each layer that wants one; {} for models whose context is too short to tell.
+def find_key_transforms(source: Path, recipe: ModelRecipe, formats: list[KVFormat], console: Console) -> KeyPlan:
+    """The transform of each layer that wants one; none for models whose context is too short to tell.
 
-    Raises NibbleError naming the layer whose moments are not usable.
+    A layer has none either when fp16 pages in the basis would do more to its scores than pages of K as it is, beyond
+    `LARGEST_SCORE_ERROR`. Raises NibbleError naming the layer whose moments are not usable.
     """
     from calibrate.key_moments import layer_basis
 
+    plan = KeyPlan()
     if not any(map(wants_basis, formats)) or read_shape(source).max_positions < ENOUGH_TOKENS:
-        return {}
+        return plan
     moments = _find_moments(source, recipe, console)
-    return {
-        layer: KeyTransform(
-            layer_basis(layer, moments[layer], fmt.k.scale is ScaleKind.STATIC_CHANNEL),
-            rotate_value=_is_static4(fmt.v) and not fmt.v.rotated,
-        )
-        for layer, fmt in enumerate(formats)
-        if wants_basis(fmt)
-    }
+    for layer, fmt in enumerate(formats):
+        if wants_basis(fmt):
+            basis = layer_basis(layer, moments[layer], fmt.k.scale is ScaleKind.STATIC_CHANNEL)
+            refusal = refuse_basis(moments[layer], basis)
+            if refusal is None:
+                plan.transforms[layer] = KeyTransform(basis, rotate_value=_is_static4(fmt.v) and not fmt.v.rotated)
+            else:
+                console.print(f"layer {layer}: {refusal}")
+            plan.why[layer] = refusal or BASIS_REASON
+    return plan
+
+
+def refuse_basis(moments: LayerMoments, basis: BasisChange) -> str | None:
+    """Why a layer is better off without its basis; None when it is not."""
+    error, plain = moments.score_error(basis), moments.score_error(None)
+    if error <= max(LARGEST_SCORE_ERROR, plain):
+        return None
+    return (
+        f"no balanced basis: in it fp16 pages would change scores by {error:.2g} of their size, K as it is by "
+        f"{plain:.2g}; allowed {LARGEST_SCORE_ERROR:g}"
+    )
 
 
 def static_scales_in_basis(

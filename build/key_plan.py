@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from build.attention_weights import read_attention_weights
-from build.key_basis import BASIS_REASON, find_key_transforms, stored_pages
+from build.key_basis import KeyPlan, find_key_transforms, stored_pages
 from build.preflight import Preflight
 from build.real_pages import LayerPages
 from nibble.formats import KVFormat
@@ -26,13 +26,13 @@ BIAS_REASON = (
 
 def plan_key_transforms(
     source: Path, recipe: ModelRecipe, formats: list[KVFormat], preflight: Preflight, console: Console
-) -> dict[int, KeyTransform]:
-    """The transform of each layer that has one. A layer whose bias is taken off keeps its own basis."""
-    transforms = dict(find_key_transforms(source, recipe, formats, console))
+) -> KeyPlan:
+    """The transform of each layer that has one, and why. A layer whose bias is taken off keeps its own basis."""
+    plan = find_key_transforms(source, recipe, formats, console)
     for layer, bias in read_key_biases(source, preflight.bias_layers).items():
         if not formats[layer].is_fp16:
-            transforms[layer] = KeyTransform(bias=bias)
-    return transforms
+            plan.transforms[layer], plan.why[layer] = KeyTransform(bias=bias), BIAS_REASON
+    return plan
 
 
 def as_stored(pages: LayerPages, transform: KeyTransform | None, first_position: int) -> LayerPages:
@@ -60,10 +60,3 @@ def read_key_biases(source: Path, layers: list[int]) -> dict[int, KeyBias]:
         for layer, bias in biases.items()
         if bias is not None
     }
-
-
-def explain_transform(transform: KeyTransform | None) -> list[str]:
-    """Why a layer's K is not stored as it is; [] when it is."""
-    if transform is None:
-        return []
-    return [BIAS_REASON if transform.bias is not None else BASIS_REASON]

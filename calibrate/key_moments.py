@@ -68,6 +68,23 @@ class LayerMoments:
         """The balanced basis of K; static: for zero points that can't follow each page's mean."""
         return balanced_rotation(self.spread("k")[1] if static else self.page, self.q)
 
+    def score_error(self, basis: BasisChange | None) -> float:
+        """What fp16 pages in a basis (None: K as it is) do to scores, of the head that it does most to: rms of the
+        error over that of the scores, which are taken about the mean of K. Infinite when fp16 can't hold K or Q.
+
+        Keys and queries are as many points as there are channels, times two for K, which have exactly the moments seen:
+        mean +- sqrt(D l) v for each eigenvalue l and eigenvector v. Every direction counts, also those hardly seen.
+        """
+        mean, covariance = self.spread("k")
+        around, queries = _points(covariance), _points(self.q / self.tokens)
+        keys = torch.cat((mean.unsqueeze(-2) + around, mean.unsqueeze(-2) - around), -2)
+        stored, read = keys, queries
+        if basis is not None:
+            stored, read = keys @ basis.forward.double().mT, queries @ basis.reader.double().mT
+        error = read.half().double() @ stored.half().double().mT - queries @ keys.mT
+        scores = queries @ around.mT
+        return float((error.norm(dim=(-2, -1)) / scores.norm(dim=(-2, -1)) / 2**0.5).nan_to_num(torch.inf).amax())
+
 
 def balance_keys(model: PreTrainedModel, windows: torch.Tensor, positions: int) -> list[BasisChange]:
     """The basis of each layer's K, as in `collect_moments`."""
@@ -80,6 +97,12 @@ def layer_basis(layer: int, moments: LayerMoments, static: bool = False) -> Basi
         return moments.basis(static)
     except NibbleError as error:
         raise NibbleError(f"layer {layer} K: {error}") from error
+
+
+def _points(moment: torch.Tensor) -> torch.Tensor:
+    """[heads, D, D]: D vectors whose second moment is `moment`."""
+    values, vectors = torch.linalg.eigh(moment)
+    return (moment.shape[-1] * values.clamp_min(0)).sqrt().unsqueeze(-1) * vectors.mT
 
 
 @torch.inference_mode()

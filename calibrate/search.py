@@ -199,7 +199,8 @@ def _key_transforms(request: SearchRequest, source: Path, console: Console) -> d
     found = {}
     for fmt in request.candidates:
         preflight = run_preflight(source, [fmt] * count, request.calibration, context)
-        found[fmt.name] = plan_key_transforms(source, request.model, [fmt] * count, preflight, console)
+        plan = plan_key_transforms(source, request.model, [fmt] * count, preflight, console)
+        found[fmt.name] = plan.transforms
     return found
 
 

@@ -9,8 +9,8 @@ control theory, and a Hadamard matrix then spreads both evenly over the channels
     A = H diag(l)^(1/4) V^T S^(-1/2)         S^(1/2) Q S^(1/2) = V diag(l) V^T
     B = H diag(l)^(-1/4) V^T S^(1/2)
 
-B is the inverse of A^T in whatever way l is rounded, as long as no l is 0. A channel that no token gives a value, as under
-a norm with a weight of 0, has an l below what float64 resolves, of any sign; `SMALLEST_COST` keeps it away from 0.
+B is the inverse of A^T however l is rounded, as long as no l is 0. A channel that is always 0 in K and in Q, as under
+norms with a weight of 0, has an l below what float64 resolves, of any sign; `SMALLEST_COST` keeps it away from 0.
 
 For V of attention the reader is W_o: with Q = W_o^T W_o the change of basis folds into the weights (`nibble.rotation`).
 """

@@ -4,8 +4,8 @@
     x ~= code * scale + zero                                code in 0 .. 2^bits - 1
 
 A scale that is missing, NaN, infinite, not positive or exactly 1.0 (what exporters write when they have none) is an
-error that names the layer, when the file is made and whenever it is read. A channel that is always 0, as under a norm with
-a weight of 0, has `DEAD_SCALE`: its code is 0, and it comes back as 0.
+error that names the layer, when the file is made and whenever it is read. A channel that is always 0, as under a norm
+with a weight of 0, has `DEAD_SCALE`: its code is 0, and it comes back as 0.
 """
 
 from __future__ import annotations

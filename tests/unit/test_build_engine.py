@@ -118,6 +118,16 @@ def test_static_scales_of_4_bits_belong_to_the_basis(tiny_llama_dir: Path) -> No
 
 
 @pytest.mark.usefixtures("calibrated")
+def test_a_layer_without_its_basis_says_why(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = iter([None, "no balanced basis: too lossy"])
+    monkeypatch.setattr("build.key_basis.refuse_basis", lambda *_: next(reasons))
+    folder = build(tiny_llama_dir, "int4-static", force=True)
+    first, second = read_manifest(folder).layers
+    assert "stored in a balanced basis" in first.why and second.why.endswith("; no balanced basis: too lossy")
+    assert {name.split(".")[1] for name in load_file(folder / KEYS_FILE)} == {"0"}
+
+
+@pytest.mark.usefixtures("calibrated")
 @pytest.mark.parametrize("kv", ["int8-static"])
 def test_static_scales_are_those_of_the_calibrated_ranges(tiny_llama_dir: Path, kv: str) -> None:
     folder = build(tiny_llama_dir, kv)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calibrate.key_moments import balance_keys
-from nibble.balance import balanced_rotation
+from build.key_basis import refuse_basis
+from calibrate.key_moments import LayerMoments, balance_keys
+from nibble.balance import BasisChange, balanced_rotation
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, ScaleKind, TensorFormat
 from nibble.key_transform import KEYS_FILE, KeyBias, KeyTransform, read_key_transforms, write_key_transforms
@@ -198,3 +199,16 @@ def test_what_is_written_is_read_and_damage_names_its_layer(tmp_path: Path) -> N
 
 def test_the_spec_holds_no_transforms_by_default() -> None:
     assert CacheSpec((FORMATS["int4"],), 1, 32, PagePolicy()).key_transforms == {}
+
+
+def test_a_basis_that_fp16_cannot_hold_is_refused() -> None:
+    generator = torch.Generator().manual_seed(6)
+    keys, queries, values = torch.randn(3, 1, HEADS, 300, CHANNELS, generator=generator)
+    moments = LayerMoments.zero(torch.device("cpu"))
+    moments.add(queries, keys + 5, values)
+    basis = moments.basis(static=False)
+    assert refuse_basis(moments, basis) is None
+    worse = torch.eye(CHANNELS)
+    worse[1, 0] = 1e6  # exact, but what it adds to one channel drowns that channel
+    drowned = BasisChange(worse @ basis.forward, torch.linalg.inv(worse).mT @ basis.reader)
+    assert "no balanced basis: in it fp16 pages would change scores by" in str(refuse_basis(moments, drowned))
