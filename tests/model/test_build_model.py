@@ -25,7 +25,7 @@ def calibration(smollm2_source: Path, tmp_path_factory: pytest.TempPathFactory) 
     """Ranges of a few prompts, long enough to reach the positions of the self-check: RoPE turns K with position."""
     out = tmp_path_factory.mktemp("calibration")
     recipe = load_model_recipe("smollm2-135m")
-    return calibrate(CalibrationRequest(recipe, str(SHIPPED_PROMPTS), count=6, seed=0, max_tokens=384, out=out))
+    return calibrate(CalibrationRequest(recipe, str(SHIPPED_PROMPTS), count=12, seed=0, max_tokens=384, out=out))
 
 
 @pytest.mark.parametrize("kv", sorted(FORMATS))
