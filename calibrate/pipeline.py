@@ -19,7 +19,7 @@ from safetensors.torch import save
 
 from calibrate.checkpoint import Checkpoint, RangeKey, read_checkpoint, remove_checkpoint, write_checkpoint
 from calibrate.prompt_set import Prompt, PromptSet, encode_prompts, load_prompt_set
-from calibrate.ranges import ChannelRange, check_alive, range_tensors
+from calibrate.ranges import ChannelRange, check_alive, range_tensors, silenced_by_norm
 from calibrate.report import OUTLIER_RATIO, OUTLIER_ROWS, find_outliers, layer_statistics
 from nibble import atomic
 from nibble.calibration import REPORT_FILE, SCALES_FILE, SCHEMA, Calibration, read_calibration
@@ -123,7 +123,8 @@ def _collect(plan: _Plan, console: Console) -> tuple[dict[RangeKey, ChannelRange
 
     collect_ranges(model, read_shape(plan.source).num_layers, loop)
     for (layer, tensor), channels in collected.items():
-        check_alive(channels, f"layer {layer} {tensor.upper()}")
+        attention = model.get_submodule(f"model.layers.{layer}.self_attn")
+        check_alive(channels, f"layer {layer} {tensor.upper()}", silenced_by_norm(attention) if tensor == "k" else None)
     return collected, [len(prompt) for prompt in token_ids]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from nibble.errors import NibbleError
 
@@ -49,9 +50,24 @@ def check_finite(channels: ChannelRange, owner: str) -> None:
         )
 
 
-def check_alive(channels: ChannelRange, owner: str) -> None:
-    """NibbleError that names the first channel whose minimum equals its maximum: no scale can be made of it."""
+def silenced_by_norm(attention: nn.Module) -> torch.Tensor | None:
+    """Channels that an attention's norm of K makes 0, as some of Gemma 3's do; bool [head_dim], None without a norm."""
+    norm = getattr(attention, "k_norm", None)
+    weight = getattr(norm, "weight", None)
+    if norm is None or weight is None:
+        return None
+    with torch.no_grad():
+        return norm(torch.ones_like(weight)) == 0
+
+
+def check_alive(channels: ChannelRange, owner: str, silenced: torch.Tensor | None = None) -> None:
+    """NibbleError that names the first channel whose minimum equals its maximum: no scale can be made of it.
+
+    silenced: bool [head_dim], channels that the model itself holds at 0.
+    """
     dead = channels.minimum == channels.maximum
+    if silenced is not None:
+        dead &= ~(silenced.to(dead.device) & (channels.maximum == 0))
     if dead.any():
         head, channel = _first(dead)
         raise NibbleError(

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from calibrate.ranges import ChannelRange, check_alive, check_finite
+from calibrate.ranges import ChannelRange, check_alive, check_finite, silenced_by_norm
 from nibble.errors import NibbleError
 from nibble.models import load_model
 
@@ -144,6 +144,18 @@ def test_a_dead_channel_names_layer_head_and_channel() -> None:
         NibbleError, match="layer 0 V, head 0, channel 3: dead channel, every token gives 0; 1 channels"
     ):
         check_alive(collect(model)[0, "v"], "layer 0 V")
+
+
+def test_a_channel_that_the_norm_of_k_silences_is_no_error() -> None:
+    model = tiny_model(Qwen3Config)
+    norm = model.model.layers[0].self_attn.k_norm
+    half = norm.weight.shape[0] // 2
+    norm.weight.data[[3, 3 + half]] = 0.0  # both of a pair, or RoPE would mix the other into it
+    channels = collect(model)[0, "k"]
+    check_alive(channels, "layer 0 K", silenced_by_norm(model.model.layers[0].self_attn))
+    with pytest.raises(NibbleError, match="layer 0 K, head 0, channel 3: dead channel"):
+        check_alive(channels, "layer 0 K")
+    assert silenced_by_norm(tiny_model().model.layers[0].self_attn) is None
 
 
 def test_infinite_minimum_is_found_too() -> None:
