@@ -10,10 +10,10 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 log=$(mktemp)
 set -m  # without job control a background run, and each server that it starts, would ignore Ctrl-C's signal
 .venv/bin/python -m pytest -m 'model or triton' >"$log" 2>&1 &
-served=$!
-trap 'kill -- "-$served" 2>/dev/null || true; rm -f "$log"' EXIT
+real=$!
+trap 'kill -- "-$real" 2>/dev/null || true; rm -f "$log"' EXIT
 status=0
 .venv/bin/python -m pytest -m 'not model and not triton' || status=$?
-wait "$served" || status=$?
+wait "$real" || status=$?
 cat "$log"
 exit "$status"

@@ -1,7 +1,7 @@
 """The sending thread: the only one that talks to clients, so that the engine never waits for one.
 
 A response is handed to Triton's process through shared memory and waited for, as is the question whether a client has
-gone. At 16 streams that made up a sixth of a decode step when the engine's thread did it.
+gone (docs/log.md has what that is worth).
 """
 
 from __future__ import annotations
