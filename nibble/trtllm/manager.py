@@ -18,6 +18,7 @@ from nibble.formats import PAGE_TOKENS
 from nibble.trtllm.cache_engine import CacheEngine, local_heads
 from nibble.trtllm.kernels import GpuKernels, LayerPages, PageKernels
 from nibble.trtllm.page_ledger import PageLedger
+from nibble.trtllm.step_plan import StepPlanner
 
 SPARE_SLOTS = 16  # fp16 pages beyond what running sequences need: they keep prefixes warm
 
@@ -49,6 +50,7 @@ def make_manager_class(
             slots = count_slots(engine, max_batch_size, max_num_tokens)
             layers, heads = self.num_local_layers, self.engine.num_kv_heads
             self.ledger = PageLedger(slots, engine.policy, layers)
+            self.planner = StepPlanner(self.ledger, self.get_batch_cache_indices)
             self._open = torch.zeros(
                 layers, slots, 2, heads, PAGE_TOKENS, engine.head_dim, dtype=torch.float16, device=self.device
             )
@@ -91,7 +93,7 @@ def make_manager_class(
             return super().add_dummy_requests(request_ids, *arguments, **options)
 
         def free_resources(self, request: Any, *arguments: Any, **options: Any) -> Any:
-            self.ledger.release(request.py_request_id)
+            self.planner.release(request.py_request_id)
             self.dummy_requests.discard(request.py_request_id)
             return super().free_resources(request, *arguments, **options)
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from nibble.formats import PAGE_TOKENS
-from nibble.trtllm.step_plan import SequenceStep, StepPlan, mixed_row, plan_step
+from nibble.trtllm.page_ledger import Row
+from nibble.trtllm.step_plan import SequenceStep, StepPlan
 
 
 def make_metadata_class(base: type[Any]) -> type[Any]:
@@ -30,14 +31,14 @@ def make_metadata_class(base: type[Any]) -> type[Any]:
             assert self.tables is not None
             manager = self.kv_cache_manager
             sequences = _sequences(self)
-            plan = plan_step(manager.ledger, sequences)
+            plan = manager.planner.plan(sequences)
             chunks = sequences[: self.num_contexts]
             self.prefill_plan = None
             if chunks:
                 lengths = [sequence.length for sequence in chunks]
                 new = [sequence.new for sequence in chunks]
                 self.prefill_plan = manager.kernels.plan_prefill(new, lengths, manager.engine.policy)
-            self.tables.fill(plan, sequences, manager.ledger, self.num_contexts, is_graph=self.is_cuda_graph)
+            self.tables.fill(plan, sequences, self.num_contexts, is_graph=self.is_cuda_graph)
 
     return NibbleAttentionMetadata
 
@@ -61,9 +62,7 @@ class StepTables:
         tokens = max(metadata.max_num_tokens, sequences)
         return cls(sequences, tokens, manager.max_blocks_per_seq, manager.device)
 
-    def fill(
-        self, plan: StepPlan, sequences: list[SequenceStep], ledger: Any, num_contexts: int, *, is_graph: bool
-    ) -> None:
+    def fill(self, plan: StepPlan, sequences: list[SequenceStep], num_contexts: int, *, is_graph: bool) -> None:
         """Copy a plan into the tables. In a graph there is one place to seal for each sequence, filled up with -1."""
         self.num_tokens, self.num_sequences, self.num_contexts = len(plan.slots), len(sequences), num_contexts
         seal = plan.seal + [(-1, -1)] * (len(sequences) - len(plan.seal) if is_graph else 0)
@@ -73,9 +72,9 @@ class StepTables:
         self._copy(self._seal[0, : self.num_seals], [slot for slot, _ in seal])
         self._copy(self._seal[1, : self.num_seals], [page for _, page in seal])
         self._copy(self._lengths[: len(lengths)], lengths)
-        mixed = [mixed_row(plan, index, lengths[index], ledger) for index in range(len(sequences))]
-        for place, rows in enumerate((mixed, plan.open_rows, plan.sealed_rows)):
-            self._copy_rows(self._tables[place], rows)
+        self._copy_rows(self.generation_table(), plan.generation_rows)
+        for table, rows in zip(self.context_tables(), (plan.open_rows, plan.sealed_rows), strict=True):
+            self._copy_rows(table, rows)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -105,26 +104,30 @@ class StepTables:
         source = torch.tensor(values, dtype=torch.int32)
         target.copy_(source.pin_memory() if self._device.type == "cuda" else source, non_blocking=True)
 
-    def _copy_rows(self, table: torch.Tensor, rows: list[list[int]]) -> None:
-        width = max(map(len, rows), default=0)
-        padded = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.int32).reshape(-1, width)
-        source = padded.pin_memory() if self._device.type == "cuda" else padded
-        table[: len(rows), :width].copy_(source, non_blocking=True)
+    def _copy_rows(self, table: torch.Tensor, rows: list[Row]) -> None:
+        """The rows into the table's first columns, -1 behind the shorter ones."""
+        if not rows:
+            return
+        width = max(map(len, rows))
+        source = torch.empty(len(rows), width, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        padded = source.numpy()
+        for target, row in zip(padded, rows, strict=True):
+            target[: len(row)], target[len(row) :] = row, -1
+        table[:, :width].copy_(source, non_blocking=True)
 
 
 def _sequences(metadata: Any) -> list[SequenceStep]:
     """What the executor says of each sequence."""
-    manager, requests = metadata.kv_cache_manager, metadata.request_ids
+    dummies = metadata.kv_cache_manager.dummy_requests
     cached = metadata.kv_cache_params.num_cached_tokens_per_seq
-    blocks = manager.get_batch_cache_indices(requests)
+    new = metadata.seq_lens.tolist()
     return [
         SequenceStep(
             request=request,
             cached=int(cached[index]),
-            new=int(metadata.seq_lens[index]),
-            blocks=blocks[index],
+            new=new[index],
             is_generation=index >= metadata.num_contexts,
-            is_dummy=request in manager.dummy_requests,
+            is_dummy=request in dummies,
         )
-        for index, request in enumerate(requests)
+        for index, request in enumerate(metadata.request_ids)
     ]

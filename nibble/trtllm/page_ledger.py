@@ -12,8 +12,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nibble.errors import NibbleError
 from nibble.visibility import PagePolicy
+
+Row = NDArray[np.int32]  # a number for each page of a sequence
+Blocks = NDArray[np.int64]  # ids of TensorRT-LLM's blocks
 
 
 class PageLedger:
@@ -27,7 +33,7 @@ class PageLedger:
         self._pages_per_block = pages_per_block
         self._free = list(range(num_slots))
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # by block, the longest unused first
-        self._sealed: set[int] = set()
+        self._sealed = np.zeros(0, dtype=bool)  # by block
         self._pinned: dict[int, frozenset[int]] = {}  # by request
         self._pins: Counter[int] = Counter()  # by block
 
@@ -46,17 +52,28 @@ class PageLedger:
         """The block's page in a layer's view of the pool."""
         return block * self._pages_per_block
 
+    def pages_of(self, blocks: Blocks) -> Row:
+        """The same for several blocks."""
+        return (blocks * self._pages_per_block).astype(np.int32)
+
     def is_sealed(self, block: int) -> bool:
-        return block in self._sealed
+        return block < len(self._sealed) and bool(self._sealed[block])
+
+    def are_sealed(self, blocks: Blocks) -> NDArray[np.bool_]:
+        """The same for several blocks."""
+        self._know(int(blocks.max(initial=0)))
+        return self._sealed[blocks]
 
     def mark_sealed(self, block: int) -> None:
         """The block's bytes are those of a whole page from the coming step on."""
-        self._sealed.add(block)
+        self._know(block)
+        self._sealed[block] = True
 
     def mark_fresh(self, blocks: Iterable[int]) -> None:
         """These blocks were handed out for new content: what they held is gone."""
         for block in blocks:
-            self._sealed.discard(block)
+            self._know(block)
+            self._sealed[block] = False
             if (slot := self._slot_of.pop(block, None)) is not None:
                 self._free.append(slot)
 
@@ -95,7 +112,14 @@ class PageLedger:
     def _has_neighbours(self, blocks: Sequence[int], matched: int) -> bool:
         sinks, recent = self.policy.sink_pages, self.policy.recent_pages
         needed = {*blocks[: min(sinks, matched)], *blocks[max(matched - recent, 0) : matched]}
-        return self._sealed.issuperset(blocks[:matched]) and needed <= self._slot_of.keys()
+        return (
+            bool(self.are_sealed(np.array(blocks[:matched], dtype=np.int64)).all()) and needed <= self._slot_of.keys()
+        )
+
+    def _know(self, block: int) -> None:
+        """Make room for a block's number."""
+        if block >= len(self._sealed):
+            self._sealed = np.pad(self._sealed, (0, 2 * block + 1 - len(self._sealed)))
 
     def _evict(self) -> None:
         block = next((block for block in self._slot_of if not self._pins[block]), None)
