@@ -19,7 +19,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from pathlib import Path
 import torch
 
 from bench.attention_cache import read_bandwidth
-from bench.serving_engine import cache_bytes_read, cancel_all, dummy_weights, make_engine, prime
+from bench.serving_engine import cache_bytes_read, cancel_all, dummy_weights, make_engine, measured_commit, prime
 from nibble.formats import FORMATS
 from nibble.runtime import Engine, EngineLimits, SamplingParams
 from nibble.runtime.decoder_weights import DecoderWeights
@@ -37,6 +36,7 @@ RESULTS = Path(__file__).parent / "results" / "serving.json"
 ENDLESS = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
 STEPS = [(1, 8192), (8, 8192), (64, 1024), (64, 8192)]  # batch, context
 CAPACITY_CONTEXT = 32768
+MOST_RUNNING = {"llama-8b": 128, "llama-70b": 32}  # at that context: more than fit, so that memory is what counts
 SWEEP = [(1024, 256, 64), (8192, 128, 16)]  # input, output, concurrency
 TIMED_STEPS = 48
 
@@ -67,9 +67,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Bench:
-    """What every measurement needs. ceiling: bytes a second of plain reading."""
+    """What every measurement needs. kind: of the weights; ceiling: bytes a second of plain reading."""
 
     model: str
+    kind: str
     weights: DecoderWeights
     ceiling: float
     commit: str
@@ -79,7 +80,7 @@ class Bench:
         fixed = {
             "section": section,
             "model": self.model,
-            "weights": "bf16 dummy",
+            "weights": f"{self.kind} dummy",
             "kv": engine.kv_name,
             "gpus": 1,
             "ttft_p50_ms": None,
@@ -164,9 +165,10 @@ def measure_steps(bench: Bench, kv: str) -> Iterator[Record]:
 
 def measure_capacity(bench: Bench, kv: str, most_fp16: int | None) -> Iterator[Record]:
     """The most requests of a long context, and the step there; for other formats also at twice fp16's most."""
-    limits = EngineLimits(max_context=CAPACITY_CONTEXT + 1024, max_running=128, chunk_tokens=16384)
+    most = MOST_RUNNING[bench.model]
+    limits = EngineLimits(max_context=CAPACITY_CONTEXT + 1024, max_running=most, chunk_tokens=4096)
     engine = make_engine(bench.weights, kv, limits)
-    counts = [128] if most_fp16 is None else [most_fp16, 2 * most_fp16, 128]
+    counts = [most] if most_fp16 is None else [most_fp16, 2 * most_fp16, most]
     for count in counts:
         running = prime(engine, [CAPACITY_CONTEXT - row % 64 for row in range(count)], ENDLESS)
         for sequence in engine.scheduler.waiting:
@@ -261,24 +263,28 @@ def measure(bench: Bench, formats: list[str], sections: list[str]) -> Iterator[R
             yield from measure_sweep(bench, kv)
 
 
-def _records_to_keep(path: Path, model: str, formats: list[str], sections: list[str]) -> list[dict[str, object]]:
+def _records_to_keep(
+    path: Path, model: str, kind: str, formats: list[str], sections: list[str]
+) -> list[dict[str, object]]:
     """Records of earlier runs that this one does not measure again."""
     records = json.loads(path.read_text()) if path.is_file() else []
-    return [r for r in records if r["model"] != model or r["kv"] not in formats or r["section"] not in sections]
+    measured = {"model": [model], "weights": [f"{kind} dummy"], "kv": formats, "section": sections}
+    return [r for r in records if any(r[key] not in values for key, values in measured.items())]
 
 
 def main() -> None:
     """Measure what the options name and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b")
+    parser.add_argument("--weights", default="bf16", choices=["bf16", "fp8"])
     parser.add_argument("--kv", nargs="*", default=["fp16", "int8", "k8v4", "int4"], choices=list(FORMATS))
     parser.add_argument("--only", nargs="*", default=["step", "capacity", "first", "sweep"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    model, kind = options.model, options.weights
     ceiling = read_bandwidth() * 1e12
-    bench = Bench(options.model, dummy_weights(options.model), ceiling, commit)
-    kept = _records_to_keep(options.out, options.model, options.kv, options.only)
+    bench = Bench(model, kind, dummy_weights(model, kind), ceiling, measured_commit())
+    kept = _records_to_keep(options.out, model, kind, options.kv, options.only)
     records = []
     for record in measure(bench, options.kv, options.only):
         records.append(asdict(record))

@@ -8,6 +8,8 @@ pages that were truly quantized.
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +49,22 @@ def read_model_config(model: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(CONFIGS / f"{model}.json")
 
 
-def dummy_weights(model: str) -> DecoderWeights:
-    """Random bf16 weights of a model's shape on the GPU."""
+def measured_commit() -> str:
+    """The commit that is measured: NIBBLE_COMMIT where a copy of the repository can't say, else git's."""
+    asked = os.environ.get("NIBBLE_COMMIT")
+    return (
+        asked
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
+
+
+def dummy_weights(model: str, kind: str = "bf16") -> DecoderWeights:
+    """Random weights of a model's shape on the GPU. kind: bf16, or fp8 for projections in e4m3."""
     config = read_model_config(model)
-    return DecoderWeights.read(config, DummyWeights(config), torch.bfloat16, torch.device("cuda"))
+    device, layers = torch.device("cuda"), range(config.num_hidden_layers)
+    return DecoderWeights.read(config, DummyWeights(config), torch.bfloat16, device, fp8=kind == "fp8", rotated=layers)
 
 
 def make_spec(weights: DecoderWeights, kv: str) -> CacheSpec:

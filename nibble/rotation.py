@@ -53,8 +53,21 @@ def fold_value_rotation_into(
     v_weight: torch.Tensor, v_bias: torch.Tensor | None, o_weight: torch.Tensor, head_dim: int
 ) -> None:
     """The same for bare tensors: W_v [kv_heads * head_dim, hidden], its bias, W_o [hidden, q_heads * head_dim]."""
-    rotation = hadamard_matrix(head_dim).to(v_weight.device)
-    v_weight.copy_((rotation @ v_weight.double().unflatten(0, (-1, head_dim))).flatten(0, 1))
+    rotate_output_rows(v_weight, head_dim)
     if v_bias is not None:
-        v_bias.copy_((v_bias.double().unflatten(0, (-1, head_dim)) @ rotation.T).flatten())
-    o_weight.copy_((o_weight.double().unflatten(1, (-1, head_dim)) @ rotation.T).flatten(1))
+        rotate_output_rows(v_bias[:, None], head_dim)
+    rotate_input_columns(o_weight, head_dim)
+
+
+@torch.no_grad()
+def rotate_output_rows(weight: torch.Tensor, head_dim: int) -> None:
+    """R W in place, for W [heads * head_dim, n]: what the weight gives comes out rotated."""
+    rotation = hadamard_matrix(head_dim).to(weight.device)
+    weight.copy_((rotation @ weight.double().unflatten(0, (-1, head_dim))).flatten(0, 1))
+
+
+@torch.no_grad()
+def rotate_input_columns(weight: torch.Tensor, head_dim: int) -> None:
+    """W R^T in place, for W [n, heads * head_dim]: what the weight takes may come rotated."""
+    rotation = hadamard_matrix(head_dim).to(weight.device)
+    weight.copy_((weight.double().unflatten(1, (-1, head_dim)) @ rotation.T).flatten(1))

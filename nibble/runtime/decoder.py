@@ -9,8 +9,8 @@ from torch.nn.functional import embedding
 
 from nibble.runtime.cache import CacheSpec
 from nibble.runtime.cuda_backend import CudaBackend
-from nibble.runtime.decoder_ops import HeadLayout, HeadWeights, NewTokens, add_and_norm, gate, split_heads
-from nibble.runtime.decoder_products import multiply, multiply_in_parts
+from nibble.runtime.decoder_ops import HeadLayout, HeadWeights, NewTokens, add_and_norm, split_heads
+from nibble.runtime.decoder_products import multiply_gated, multiply_in_parts
 from nibble.runtime.decoder_weights import DecoderWeights, LayerWeights
 from nibble.runtime.device_step import DecodeStep, PrefillStep
 
@@ -32,7 +32,7 @@ class Decoder:
         for index, (fmt, layer) in enumerate(zip(spec.formats, weights.layers, strict=True)):
             transform = spec.key_transforms.get(index)
             if fmt.v.rotated or (transform is not None and transform.rotate_value):
-                weights.fold_value_rotation(index)
+                weights.rotate_values(index)
             basis = None if transform is None else transform.to(device).basis
             heads.append(HeadWeights(layer.q_norm, layer.k_norm, basis))
         layout = HeadLayout(
@@ -55,7 +55,7 @@ class Decoder:
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             x = self._attend(index, layer, x, step)
             x, residual = add_and_norm(x, residual, layer.inner_norm, epsilon)
-            x = weights.shards.add_up(multiply_in_parts(gate(multiply(x, layer.gate_up)), layer.down))
+            x = weights.shards.add_up(multiply_in_parts(multiply_gated(x, layer.gate_up), layer.down))
             x, residual = add_and_norm(x, residual, next_norm, epsilon)
         return x
 

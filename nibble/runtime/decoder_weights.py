@@ -2,11 +2,12 @@
 
 Llama, Mistral, Qwen2 and Qwen3 differ by a bias in Q, K and V and by norms over Q and K. Tensors come one at a time
 from a source (nibble.runtime.weight_sources) and go straight into their place, so that a model is never held twice.
+With `fp8` the projections of the layers are kept in e4m3 (nibble.runtime.fp8_rows); the rest stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nibble.architecture import read_architecture
 from nibble.errors import NibbleError
-from nibble.rotation import fold_value_rotation_into
+from nibble.rotation import fold_value_rotation_into, rotate_input_columns, rotate_output_rows
+from nibble.runtime.decoder_products import Matrix
+from nibble.runtime.fp8_rows import Fp8Rows
 from nibble.runtime.shards import WHOLE, Shards, SplitSource
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
@@ -100,18 +103,21 @@ class LayerWeights:
 
     input_norm: torch.Tensor
     inner_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Matrix
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """embedding, head: [vocabulary, hidden] (one tensor when tied); frequencies: fp32 [D / 2], of RoPE."""
+    """embedding, head: [vocabulary, hidden] (one tensor when tied); frequencies: fp32 [D / 2], of RoPE.
+
+    rotated: layers whose V comes out rotated (nibble.rotation), which changes no answer.
+    """
 
     config: PretrainedConfig
     shape: DecoderShape
@@ -123,6 +129,7 @@ class DecoderWeights:
     rope_scaling: float
     generation_config: GenerationConfig | None = None
     shards: Shards = WHOLE
+    rotated: frozenset[int] = frozenset()
 
     @classmethod
     def read(
@@ -132,10 +139,17 @@ class DecoderWeights:
         dtype: torch.dtype,
         device: torch.device,
         shards: Shards = WHOLE,
+        *,
+        fp8: bool = False,
+        rotated: Collection[int] = (),
     ) -> DecoderWeights:
-        """This rank's weights from a source. NibbleError names what is missing or not supported."""
+        """This rank's weights from a source. NibbleError names what is missing or not supported.
+
+        fp8: projections in e4m3; they can't be rotated later, so `rotated` has to name the layers that will be.
+        """
         shape = DecoderShape.of(config).split(shards)
-        reader = _Reader(source if shards.size == 1 else SplitSource(source, shards), dtype, device)
+        source = RotatedSource(source, frozenset(rotated), shape.head_dim)
+        reader = _Reader(source if shards.size == 1 else SplitSource(source, shards), dtype, device, fp8)
         embedding = reader.one("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         layers = tuple(_read_layer(reader, shape, index) for index in range(len(shape.windows)))
         head = embedding if shape.ties_embeddings else reader.one("lm_head.weight", shape.vocabulary, shape.hidden)
@@ -147,22 +161,43 @@ class DecoderWeights:
             )
         frequencies = rotary.inv_freq.float().to(device)
         norm = reader.one("model.norm.weight", shape.hidden)
-        return cls(
-            config, shape, embedding, layers, norm, head, frequencies, float(rotary.attention_scaling), shards=shards
-        )
+        scaling = float(rotary.attention_scaling)
+        return cls(config, shape, embedding, layers, norm, head, frequencies, scaling, None, shards, frozenset(rotated))
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a decode step reads: all but the embedding, of which it reads a row a token."""
-        tensors = [self.norm, self.head]
-        tensors += [t for layer in self.layers for t in vars(layer).values() if t is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        each = [self.norm, self.head, *(t for layer in self.layers for t in vars(layer).values() if t is not None)]
+        return sum(t.num_bytes if isinstance(t, Fp8Rows) else t.numel() * t.element_size() for t in each)
 
-    def fold_value_rotation(self, layer: int) -> None:
-        """Rotate V of a layer, in its weights, in place."""
+    def rotate_values(self, layer: int) -> None:
+        """Rotate V of a layer, in its weights, in place, unless it is rotated already."""
+        if layer in self.rotated:
+            return
         weights, rows = self.layers[layer], self.shape.qkv_rows
+        assert isinstance(weights.qkv, torch.Tensor) and isinstance(weights.out, torch.Tensor), "rotate fp8 when read"
         bias = None if weights.qkv_bias is None else weights.qkv_bias.split(rows)[2]
         fold_value_rotation_into(weights.qkv.split(rows)[2], bias, weights.out, self.shape.head_dim)
+
+
+@dataclass(frozen=True)
+class RotatedSource:
+    """A source whose V is rotated in some layers, and their output projections with it."""
+
+    source: WeightSource
+    layers: frozenset[int]
+    head_dim: int
+
+    def read(self, name: str, target: torch.Tensor) -> None:
+        """See `WeightSource.read`."""
+        self.source.read(name, target)
+        _, _, layer, *rest = (*name.split("."), "", "")
+        if not (layer.isdigit() and int(layer) in self.layers):
+            return
+        if "v_proj" in rest:
+            rotate_output_rows(target if target.dim() == 2 else target[:, None], self.head_dim)
+        elif "o_proj" in rest:
+            rotate_input_columns(target, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -170,6 +205,7 @@ class _Reader:
     source: WeightSource
     dtype: torch.dtype
     device: torch.device
+    fp8: bool
 
     def one(self, name: str, *size: int) -> torch.Tensor:
         return self.stacked([name], list(size[:1]), *size[1:])
@@ -181,6 +217,16 @@ class _Reader:
             self.source.read(name, part)
         return whole
 
+    def matrix(self, names: Sequence[str], rows: Sequence[int], width: int) -> Matrix:
+        """Projections, one under the other. In e4m3 each is quantized before the next is read."""
+        if not self.fp8:
+            return self.stacked(names, rows, width)
+        whole, start = Fp8Rows.empty(sum(rows), width, self.device), 0
+        for name, count in zip(names, rows, strict=True):
+            whole.part(start, count).fill(self.one(name, count, width))
+            start += count
+        return whole
+
 
 def _read_layer(reader: _Reader, shape: DecoderShape, index: int) -> LayerWeights:
     at = f"model.layers.{index}."
@@ -190,11 +236,11 @@ def _read_layer(reader: _Reader, shape: DecoderShape, index: int) -> LayerWeight
     return LayerWeights(
         input_norm=reader.one(f"{at}input_layernorm.weight", shape.hidden),
         inner_norm=reader.one(f"{at}post_attention_layernorm.weight", shape.hidden),
-        qkv=reader.stacked([f"{name}.weight" for name in qkv], rows, shape.hidden),
+        qkv=reader.matrix([f"{name}.weight" for name in qkv], rows, shape.hidden),
         qkv_bias=reader.stacked([f"{name}.bias" for name in qkv], rows) if shape.has_qkv_bias else None,
         q_norm=reader.one(f"{at}self_attn.q_norm.weight", shape.head_dim) if shape.has_qk_norm else None,
         k_norm=reader.one(f"{at}self_attn.k_norm.weight", shape.head_dim) if shape.has_qk_norm else None,
-        out=reader.one(f"{at}self_attn.o_proj.weight", shape.hidden, rows[0]),
-        gate_up=reader.stacked(gate_up, [shape.intermediate] * 2, shape.hidden),
-        down=reader.one(f"{at}mlp.down_proj.weight", shape.hidden, shape.intermediate),
+        out=reader.matrix([f"{at}self_attn.o_proj.weight"], [shape.hidden], rows[0]),
+        gate_up=reader.matrix(gate_up, [shape.intermediate] * 2, shape.hidden),
+        down=reader.matrix([f"{at}mlp.down_proj.weight"], [shape.hidden], shape.intermediate),
     )

@@ -3,7 +3,12 @@
     out[p, m, n] = sum over part p of k of x[m, k] weight[n, k]
 
 A share is `rows` of the weight (up to three powers of two, so that shares come out even) times one part of k. Tokens
-are the M dimension of the tensor cores, padded to 16.
+are the M dimension of the tensor cores, padded to 16, or the N dimension where `weight_first`: then a tile of the
+weight may go from shared memory through registers, where e4m3 becomes bf16. e4m3 comes with a scale for each row of the
+weight, and for each token when x is e4m3 too.
+
+A gated product is silu(gate) * up of a weight that holds the rows of gate, then those of up: each share takes as many
+of one as of the other, in turn.
 """
 
 from __future__ import annotations
@@ -17,59 +22,122 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nibble.runtime.decoder_kernels import can_overlap
 from nibble.runtime.decoder_products import Share
+from nibble.runtime.fp8_rows import Fp8Rows
+
+
+@triton.jit
+def rows_of(first, half, R: tl.constexpr, GATED: tl.constexpr):
+    """R rows of the weight from `first` on; gated: half as many from there, each followed by its row of up."""
+    at = tl.arange(0, R)
+    if GATED:
+        at = first // 2 + at // 2 + at % 2 * half
+    else:
+        at = first + at
+    return at
+
+
+@triton.jit
+def add_tile(values, pointers, total, WEIGHT_FIRST: tl.constexpr):
+    """total + values times a tile of the weight."""
+    tile = tl.load(pointers)
+    if WEIGHT_FIRST:
+        total = tl.dot(tile.to(values.dtype), values.T, total)
+    else:
+        total = tl.dot(values, tile.to(values.dtype).T, total)
+    return total
+
+
+@triton.jit
+def store_tile(
+    target, total, first, half, m, tokens, columns, token_scale, row_scales,
+    R: tl.constexpr, BLOCK_M: tl.constexpr, GATED: tl.constexpr, WEIGHT_FIRST: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of the product, scaled and gated."""
+    if WEIGHT_FIRST:
+        total = total.T
+    if SCALED:
+        total *= token_scale[:, None] * tl.load(row_scales + rows_of(first, half, R, GATED))[None, :]
+    if GATED:
+        left, right = tl.split(total.reshape(BLOCK_M, R // 2, 2))
+        total = left / (1.0 + tl.exp(-left)) * right
+        at = first // 2 + tl.arange(0, R // 2)
+    else:
+        at = first + tl.arange(0, R)
+    tl.store(target + m[:, None] * columns + at[None, :], total.to(target.dtype.element_ty), (m < tokens)[:, None])
 
 
 @triton.jit
 def shares_kernel(
-    x, weight, out, tokens, columns, width,
+    x, weight, token_scales, row_scales, out, tokens, rows, width, part,
     BLOCK_M: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: shares of rows, parts."""
+    """Grid: shares of rows, parts. part: of k; an argument, so that it is known to be a multiple of 16."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     first = tl.program_id(0) * (R0 + R1 + R2)
-    part = width // PARTS
+    half = rows // 2
     start = tl.program_id(1) * part
     inputs = x + m[:, None] * width + start + k[None, :]
-    rows0 = weight + (first + tl.arange(0, R0)).to(tl.int64)[:, None] * width + start + k[None, :]
-    total0 = tl.zeros((BLOCK_M, R0), tl.float32)
+    tile0 = weight + rows_of(first, half, R0, GATED).to(tl.int64)[:, None] * width + start + k[None, :]
+    total0 = tl.zeros((R0, BLOCK_M) if WEIGHT_FIRST else (BLOCK_M, R0), tl.float32)
     if R1 > 0:
-        rows1 = weight + (first + R0 + tl.arange(0, R1)).to(tl.int64)[:, None] * width + start + k[None, :]
-        total1 = tl.zeros((BLOCK_M, R1), tl.float32)
+        tile1 = weight + rows_of(first + R0, half, R1, GATED).to(tl.int64)[:, None] * width + start + k[None, :]
+        total1 = tl.zeros((R1, BLOCK_M) if WEIGHT_FIRST else (BLOCK_M, R1), tl.float32)
     if R2 > 0:
-        rows2 = weight + (first + R0 + R1 + tl.arange(0, R2)).to(tl.int64)[:, None] * width + start + k[None, :]
-        total2 = tl.zeros((BLOCK_M, R2), tl.float32)
+        tile2 = weight + rows_of(first + R0 + R1, half, R2, GATED).to(tl.int64)[:, None] * width + start + k[None, :]
+        total2 = tl.zeros((R2, BLOCK_M) if WEIGHT_FIRST else (BLOCK_M, R2), tl.float32)
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
     for at in tl.range(0, part, BLOCK_K, num_stages=STAGES):
         values = tl.load(inputs + at, mask=(m < tokens)[:, None], other=0.0)
-        total0 = tl.dot(values, tl.load(rows0 + at).T, total0)
+        total0 = add_tile(values, tile0 + at, total0, WEIGHT_FIRST)
         if R1 > 0:
-            total1 = tl.dot(values, tl.load(rows1 + at).T, total1)
+            total1 = add_tile(values, tile1 + at, total1, WEIGHT_FIRST)
         if R2 > 0:
-            total2 = tl.dot(values, tl.load(rows2 + at).T, total2)
-    target = out + tl.program_id(1).to(tl.int64) * tokens * columns + m[:, None] * columns + first
-    inside = (m < tokens)[:, None]
-    tl.store(target + tl.arange(0, R0)[None, :], total0.to(out.dtype.element_ty), mask=inside)
+            total2 = add_tile(values, tile2 + at, total2, WEIGHT_FIRST)
+    token_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if token_scales is not None:
+        token_scale = tl.load(token_scales + m, mask=m < tokens, other=0.0)
+    columns = half if GATED else rows
+    target = out + tl.program_id(1).to(tl.int64) * tokens * columns
+    store_tile(
+        target, total0, first, half, m, tokens, columns, token_scale, row_scales, R0, BLOCK_M, GATED, WEIGHT_FIRST,
+        SCALED,
+    )  # fmt: skip
     if R1 > 0:
-        tl.store(target + R0 + tl.arange(0, R1)[None, :], total1.to(out.dtype.element_ty), mask=inside)
+        store_tile(
+            target, total1, first + R0, half, m, tokens, columns, token_scale, row_scales, R1, BLOCK_M, GATED,
+            WEIGHT_FIRST, SCALED,
+        )  # fmt: skip
     if R2 > 0:
-        tl.store(target + R0 + R1 + tl.arange(0, R2)[None, :], total2.to(out.dtype.element_ty), mask=inside)
+        store_tile(
+            target, total2, first + R0 + R1, half, m, tokens, columns, token_scale, row_scales, R2, BLOCK_M, GATED,
+            WEIGHT_FIRST, SCALED,
+        )  # fmt: skip
 
 
-def multiply_shares(x: torch.Tensor, weight: torch.Tensor, share: Share) -> torch.Tensor:
-    """[tokens, n] in x's type when k is in one part, else fp32 [parts, tokens, n] to be added up."""
-    (tokens, width), columns = x.shape, weight.shape[0]
+def multiply_shares(
+    x: torch.Tensor | Fp8Rows, weight: torch.Tensor | Fp8Rows, share: Share, dtype: torch.dtype, *, gated: bool = False
+) -> torch.Tensor:
+    """[tokens, n] in `dtype` when k is in one part, else fp32 [parts, tokens, n] to be added up.
+
+    gated: [tokens, n / 2], silu of the weight's first half of rows times the second; k in one part.
+    """
+    values, token_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    matrix, row_scales = (weight.values, weight.scales) if isinstance(weight, Fp8Rows) else (weight, None)
+    (tokens, width), rows = values.shape, matrix.shape[0]
+    columns = rows // 2 if gated else rows
     if share.parts == 1:
-        out = x.new_empty(tokens, columns)
+        out = torch.empty(tokens, columns, dtype=dtype, device=values.device)
     else:
-        out = torch.empty(share.parts, tokens, columns, dtype=torch.float32, device=x.device)
-    overlaps = can_overlap(x.device)
-    rows = (*share.rows, 0, 0)[:3]
-    shares_kernel[(columns // sum(share.rows), share.parts)](
-        x, weight, out, tokens, columns, width, max(16, triton.next_power_of_2(tokens)), *rows, share.depth,
-        share.parts, share.stages, overlaps, num_warps=share.warps, launch_pdl=overlaps,
+        out = torch.empty(share.parts, tokens, columns, dtype=torch.float32, device=values.device)
+    overlaps = can_overlap(values.device)
+    shares_kernel[(rows // sum(share.rows), share.parts)](
+        values, matrix, token_scales, row_scales, out, tokens, rows, width, width // share.parts,
+        max(16, triton.next_power_of_2(tokens)), *(*share.rows, 0, 0)[:3], share.depth, share.stages,
+        gated, share.weight_first, row_scales is not None, overlaps, num_warps=share.warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,18 @@ import torch
 from nibble.balance import BasisChange
 from nibble.formats import FORMATS
 from nibble.key_transform import KeyTransform
+from nibble.models import load_model, load_tokenizer
+from nibble.paths import REPOSITORY_ROOT
 from nibble.runtime import Completion, Engine, EngineLimits, SamplingParams
 from nibble.runtime.cache import CacheSpec, PoolSizes
 from nibble.runtime.decode_graphs import DecodeGraphs
+from nibble.runtime.decoder_ops import gate
+from nibble.runtime.decoder_products import Share, multiply_by_library
 from nibble.runtime.decoder_weights import DecoderWeights
+from nibble.runtime.fp8_rows import Fp8Rows, quantize_rows
 from nibble.runtime.weight_sources import ModelWeights
 from nibble.visibility import PagePolicy
+from tests.unit.oracle_kernels import ORACLE_KERNELS
 from tests.unit.runtime_cases import LetterTokenizer, make_model, make_spec, oracle_logits, random_prompt
 
 pytestmark = [
@@ -24,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
+EVAL_DATA = REPOSITORY_ROOT / "eval" / "data"
 HEAD_DIM = 64  # the least that the kernels are made for
 GREEDY = SamplingParams(max_tokens=100)
 DRAWN = SamplingParams(max_tokens=100, temperature=0.8, top_k=30, top_p=0.95, seed=5)
@@ -42,11 +50,13 @@ def gpu_engine(
     family: str = "llama",
     policy: PagePolicy | None = None,
     dtype: torch.dtype = torch.float32,
+    fp8: bool = False,
     **limits: Any,
 ) -> Engine:
     """fp32 weights, so that nothing but the cache and the kernels round."""
     model = make_model(family, head_dim=HEAD_DIM)
-    weights = DecoderWeights.read(model.config, ModelWeights(model), dtype, torch.device("cuda"))
+    device, layers = torch.device("cuda"), range(model.config.num_hidden_layers)
+    weights = DecoderWeights.read(model.config, ModelWeights(model), dtype, device, fp8=fp8, rotated=layers)
     spec = make_spec(model, kv, policy) if isinstance(kv, str) else kv
     values = {"max_context": 1024, "max_running": 4, "chunk_tokens": 256, **limits}
     engine = Engine(weights, LetterTokenizer(), spec, EngineLimits(**values))  # type: ignore[arg-type]
@@ -122,6 +132,71 @@ def test_16_bit_weights_cost_what_their_rounding_costs(dtype: torch.dtype) -> No
     assert mean_kl(all_logits(gpu_engine(dtype=dtype), random_prompt(300)), want) < 0.05
 
 
+def test_fp8_products_are_those_of_their_codes() -> None:
+    """By the library and by shares, alone and gated, of weights as large as a table's; a token's row is its own."""
+    torch.manual_seed(0)
+    weight = Fp8Rows.empty(512, 1024, torch.device("cuda"))
+    weight.fill(torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16))
+    for tokens in (1, 17, 64):
+        x = (
+            torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+            * torch.logspace(-3, 3, tokens).cuda()[:, None]
+        )
+        rows = quantize_rows(x.bfloat16())
+        on_cpu = quantize_rows(x.bfloat16().cpu())
+        assert torch.equal(rows.values.cpu().float(), on_cpu.values.float())
+        want = rows.dequantized() @ weight.dequantized().T
+        gated = gate(want)
+        from nibble.runtime.linear_kernels import multiply_shares
+
+        for share in (None, Share((64,), 2, 128, 4, 4, True), Share((64,), 1, 128, 4)):
+            got = (
+                multiply_by_library(x.bfloat16(), weight)
+                if share is None
+                else multiply_shares(rows, weight, share, torch.bfloat16)
+            )
+            got = got.float().sum(0) if got.dim() == 3 else got.float()
+            assert ((got - want).norm(dim=1) / want.norm(dim=1)).max() < 1e-2
+        got = multiply_shares(rows, weight, Share((128, 64, 64), 1, 128, 3), torch.bfloat16, gated=True).float()
+        assert ((got - gated).norm() / gated.norm()).item() < 1e-2
+
+
+def test_fp8_weights_answer_as_on_a_cpu() -> None:
+    """The library's products over tokens quantized by a kernel, against the same codes multiplied as fp32."""
+    model, prompt = make_model(head_dim=HEAD_DIM), random_prompt(300)
+    weights = DecoderWeights.read(
+        model.config, ModelWeights(model), torch.bfloat16, torch.device("cpu"), fp8=True, rotated=(0, 1)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nibble.runtime.device_runner.AttentionKernels", lambda: ORACLE_KERNELS)
+        limits = EngineLimits(max_context=1024, chunk_tokens=256)
+        cpu = Engine(weights, LetterTokenizer(), make_spec(model, "fp16"), limits)  # type: ignore[arg-type]
+        want = all_logits(cpu, prompt)
+    engine = gpu_engine("fp16", dtype=torch.bfloat16, fp8=True)
+    got = all_logits(engine, prompt)
+    assert mean_kl(got, want) < min(0.05, 0.5 * mean_kl(got, all_logits(gpu_engine("fp16"), prompt)))
+    completion = engine.generate([prompt], GREEDY)[0]
+    decoded = all_logits(engine, prompt + completion.token_ids)[299:-1].log_softmax(-1)
+    chosen = decoded.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    assert (chosen - torch.tensor(completion.logprobs)).abs().mean() < 0.1
+
+
+@pytest.mark.model
+def test_int4_costs_smollm2_what_it_costs_on_a_cpu(smollm2_source: Path) -> None:
+    """Mean KL of int4 to fp16 over 1,024 tokens of a novel: by the kernels and by the CPU's runtime."""
+    model, tokenizer = load_model(smollm2_source, "float32"), load_tokenizer(smollm2_source)
+    tokens = tokenizer((EVAL_DATA / "persuasion.txt").read_text(encoding="utf-8")[20000:30000])["input_ids"][:1024]
+    kl = {}
+    for device in ("cuda", "cpu"):
+        limits = EngineLimits(max_context=2048, max_running=1, chunk_tokens=512, device=device)
+        both = [
+            all_logits(Engine(load_model(smollm2_source, "float32"), tokenizer, make_spec(model, kv), limits), tokens)
+            for kv in ("int4", "fp16")
+        ]
+        kl[device] = mean_kl(*both)
+    assert 0 < kl["cpu"] < 0.01 and kl["cuda"] == pytest.approx(kl["cpu"], rel=0.1)
+
+
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_graphs_give_the_tokens_of_single_launches(monkeypatch: pytest.MonkeyPatch, params: SamplingParams) -> None:
     prompts = [random_prompt(length, seed=length) for length in (5, 64, 190)]
@@ -132,9 +207,9 @@ def test_graphs_give_the_tokens_of_single_launches(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_batch_gives_the_answers_of_single_requests() -> None:
-    prompts = [random_prompt(20 + 29 * row, seed=row) for row in range(20)]
-    together = gpu_engine(max_running=20).generate(prompts, GREEDY)
-    for prompt, mine in zip(prompts[::5], together[::5], strict=True):
+    prompts = [random_prompt(20 + 13 * row, seed=row) for row in range(64)]
+    together = gpu_engine(max_running=64).generate(prompts, GREEDY)
+    for prompt, mine in zip(prompts[::13], together[::13], strict=True):
         assert_same_but_for_ties(mine, gpu_engine().generate([prompt], GREEDY)[0])
 
 

@@ -12,10 +12,11 @@ from nibble.errors import NibbleError
 from nibble.formats import FORMATS
 from nibble.runtime import Engine, EngineLimits, FinishReason, SamplingParams
 from nibble.runtime.cache import CacheSpec, PoolSizes
-from nibble.runtime.decoder_products import choose_share, read_table, shares_of
+from nibble.runtime.decoder_products import choose_share, multiply_in_parts, read_table, shares_of
 from nibble.runtime.decoder_weights import FAMILIES, DecoderWeights
 from nibble.runtime.device import choose_device
 from nibble.runtime.device_step import batch_buckets
+from nibble.runtime.fp8_rows import quantize_rows
 from nibble.runtime.weight_sources import DummyWeights, ModelWeights, load_decoder_weights
 from nibble.visibility import PagePolicy
 from tests.unit.oracle_kernels import ORACLE_KERNELS
@@ -166,11 +167,38 @@ def test_weights_stream_from_a_checkpoint(tmp_path: Path) -> None:
         load_decoder_weights(tmp_path, "auto", CPU)
 
 
+def test_fp8_weights_are_what_their_codes_stand_for() -> None:
+    """Every projection in e4m3 with a scale a row, read one after the other; tokens quantized beside them."""
+    model = make_model("qwen2")
+    spec = make_spec(model, "int4")
+    sources = ModelWeights(model)
+    plain, fp8 = (
+        DecoderWeights.read(model.config, sources, torch.float32, CPU, fp8=fp8, rotated=(0, 1)) for fp8 in (False, True)
+    )
+    for name in ("qkv", "out", "gate_up", "down"):
+        want, got = getattr(plain.layers[1], name), getattr(fp8.layers[1], name)
+        assert got.values.dtype is torch.float8_e4m3fn and got.num_bytes == want.numel() + 4 * len(want)
+        bound = torch.maximum(want.abs() / 16, want.abs().amax(-1, keepdim=True) / 448 / 2**9)
+        assert ((got.dequantized() - want).abs() <= bound * 1.001).all()
+        x = torch.randn(3, want.shape[1])
+        rows, product = quantize_rows(x), multiply_in_parts(x, got)
+        assert torch.allclose(product, rows.dequantized() @ got.dequantized().T, atol=1e-4)
+        assert torch.allclose(multiply_in_parts(x[1:2], got), product[1:2], atol=1e-5)
+    assert fp8.num_bytes < 0.5 * plain.num_bytes
+    engines = [
+        Engine(weights, LetterTokenizer(), spec, EngineLimits(max_context=512))  # type: ignore[arg-type]
+        for weights in (plain, fp8)
+    ]
+    want, got = (torch.cat(list(engine.logits(random_prompt(100)))).log_softmax(-1) for engine in engines)
+    assert 0 < (want.exp() * (want - got)).sum(-1).mean() < 0.2  # weights of a wide spread
+
+
 def test_shares_of_the_table_are_whole_and_fit_a_multiprocessor() -> None:
     assert read_table(), "bench/linear.py writes it"
     for entry in read_table():
         for most_tokens, share in shares_of(entry["rows"], entry["width"]):
             assert entry["rows"] % sum(share.rows) == 0 and entry["width"] % (share.parts * share.depth) == 0
             assert all(rows & (rows - 1) == 0 for rows in share.rows) and len(share.rows) <= 3
-            assert share.stages * (sum(share.rows) + most_tokens) * share.depth * 2 <= 227 * 1024
+            itemsize = 2 if entry["kind"] == "bf16" else 1
+            assert share.stages * (sum(share.rows) + most_tokens) * share.depth * itemsize <= 227 * 1024
     assert choose_share(torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(4096, 4096)) is None  # no GPU
