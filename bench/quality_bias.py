@@ -3,8 +3,8 @@
 In layer 0 of the model a few channel pairs get a bias. A pair's K rows are scaled up and its Q rows down by the same
 factor first, so that the bias, however large, shifts the scores by what a bias of `RELATIVE` times the pair's own
 spread would: as in the real models, where Q is small in those channels. The yardstick is the same biased model with an
-fp32 cache. "as built" is what `make engine` makes of the format: the pre-flight reads the biased weights and decides
-whether the bias is taken off K.
+fp32 cache. "as built" is what `make engine` makes of the format: the pre-flight reads the biased weights and may give
+layer 0 another format, and scores of calibration text decide whether the bias is taken off K.
 
     python -m bench.quality_bias --biases 0,20,100,600,900 --windows 1 --tokens 640
 """
@@ -25,10 +25,14 @@ from transformers import PreTrainedModel
 from bench.quality import commit, merge
 from bench.quality_measure import Bench
 from bench.quality_models import load_subject
-from bench.quality_schemes import EXACT
+from bench.quality_schemes import EXACT, Scheme
+from bench.quality_statistics import LayerStatistics
 from bench.quality_table import BIAS, BUILT_UNDER_BIAS, UNDONE
+from build.key_plan import MOST_ERROR, kept_bias_error
 from build.preflight import Preflight, run_preflight
-from nibble.formats import FORMATS, KVFormat
+from build.real_pages import CHECKED_PAGES
+from nibble.formats import FORMATS, PAGE_TOKENS, KVFormat
+from nibble.key_transform import KeyBias
 from nibble.paths import REPOSITORY_ROOT
 from nibble.stage import console, run_stage
 
@@ -52,12 +56,13 @@ def main() -> None:
         bench.reference_scheme = EXACT
         reference = bench.reference(windows)
         subtracted = [_with_bias(subject.model, layer, known) for layer, known in enumerate(plain)]
-        flights = {name: _preflight(subject.model, FORMATS[name], arguments.context) for name in BUILT_UNDER_BIAS}
-        built = [replace(BUILT_UNDER_BIAS[name], subtract=bool(flight.bias_layers)) for name, flight in flights.items()]
-        found = dict(zip((scheme.name for scheme in built), map(_finding, flights.values()), strict=True))
+        flights = {name: _preflight(subject.model, FORMATS[name], arguments.context) for name in UNDONE}
+        built = [_as_built(name, flight, subject.model, plain[0]) for name, flight in flights.items()]
+        found = {scheme.name: _words(flights[name], scheme) for name, scheme in zip(flights, built, strict=True)}
         undone = [scheme for scheme in BIAS if scheme.name in UNDONE.values()]
         for scheme in [*(undone if arguments.as_built else BIAS), *built]:
-            bench.statistics = subtracted if scheme.subtract else _marked(plain, subtracted)
+            first = scheme.instead.get(0, scheme)
+            bench.statistics = subtracted if first.subtract else _marked(plain, subtracted)
             record = bench.measure(windows, reference, scheme).record()
             records.append({"model": f"{subject.name} + bias {bias:g}", "format": scheme.name, **record,
                             "bias": bias, "relative": arguments.relative, "text": "eval",
@@ -96,10 +101,29 @@ def _preflight(model: PreTrainedModel, fmt: KVFormat, context: int) -> Preflight
         return run_preflight(Path(folder), [fmt] * model.config.num_hidden_layers, None, context)
 
 
-def _finding(flight: Preflight) -> str:
-    """Its words on biases of K."""
-    finding = next(finding for finding in flight.findings if finding.check == "K bias")
-    return f"{finding.verdict}: {finding.action}" if finding.action else finding.verdict
+def _as_built(name: str, flight: Preflight, model: PreTrainedModel, known: LayerStatistics) -> Scheme:
+    """What a build makes of a format; known: of layer 0, the one with the bias."""
+    whole, projection = BUILT_UNDER_BIAS[name], model.model.layers[0].self_attn.k_proj
+    fmt = flight.formats[0][0] if 0 in flight.formats else FORMATS[name]
+    first, subtract = BUILT_UNDER_BIAS[fmt.name], False
+    if flight.bias_layers:
+        values = projection.bias.view(known.k.shape[1], -1)
+        bias = KeyBias(values, model.model.rotary_emb.inv_freq)
+        pages = known.k[0, :, PAGE_TOKENS : (1 + CHECKED_PAGES) * PAGE_TOKENS].unflatten(1, (-1, PAGE_TOKENS))
+        basis = known.basis("k", first.k.basis)
+        times = kept_bias_error(pages.transpose(0, 1), bias, fmt, known.reader_moment("k"), basis)
+        console.print(f"{name}: error of scores with the bias kept, over that without it: {times:.3g}")
+        subtract = times > MOST_ERROR
+    return replace(whole, instead={0: replace(first, subtract=subtract)})
+
+
+def _words(flight: Preflight, scheme: Scheme) -> str:
+    """What the pre-flight finds in biases of K, and what is done about it."""
+    verdict = next(finding.verdict for finding in flight.findings if finding.check == "K bias")
+    formats = [f"{fmt.name} in layer {layer}" for layer, (fmt, _) in flight.formats.items()]
+    if flight.bias_layers:
+        formats.append("bias taken off K" if scheme.instead[0].subtract else "bias kept")
+    return ": ".join([verdict, *([", ".join(formats)] if formats else [])])
 
 
 def rotated_bias(model: PreTrainedModel, layer: int, tokens: int) -> torch.Tensor | None:

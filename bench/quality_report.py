@@ -142,16 +142,28 @@ def bias_section(records: list[Record]) -> str:
 def preflight_table(records: list[Record], kl: dict[tuple[str, float, float], float]) -> str:
     """What the pre-flight says of each bias, and what its remedy is worth against the model without a bias."""
     built = {scheme.name: name for name, scheme in BUILT_UNDER_BIAS.items()}
-    heading = ["format", "bias", "pre-flight", "KL as built", "KL with nothing done", "KL of the clean model", "ratio"]
+    cleans = {r["format"]: r["kl_mean"] for r in records if not r["bias"]}
+    heading = [
+        "format",
+        "bias",
+        "what is done",
+        "KL as built",
+        "KL with nothing done",
+        "KL of the clean model",
+        "ratio",
+    ]
     lines = ["What `make engine` does about it: ratio is KL as built over that of the model without a bias.\n"]
     lines += [row(heading), row(["---"] * len(heading))]
-    for record in sorted((r for r in records if r["format"] in built), key=lambda r: (r["format"], r["bias"])):
+    for record in sorted(
+        (r for r in records if r["format"] in built), key=lambda r: (r["format"], r["relative"], r["bias"])
+    ):
         name, place = built[record["format"]], (record["relative"], record["bias"])
         undone = kl.get((UNDONE[name], *place))
-        clean = kl[record["format"], record["relative"], 0.0]
+        clean = cleans[record["format"]]
         ratio = f"{record['kl_mean'] / clean:.2f}"
         figures = map(number, (record["kl_mean"], undone, clean))
-        lines.append(row([name, f"{record['bias']:g}", record["preflight"], *figures, ratio]))
+        size = f"{record['bias']:g}, {record['relative']:g} × K" if record["bias"] else "none"
+        lines.append(row([name, size, record["preflight"], *figures, ratio]))
     return "\n".join(lines) + "\n"
 
 

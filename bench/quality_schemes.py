@@ -7,7 +7,7 @@ A scheme says for K and V how many bits, what shares a scale, and in which basis
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -44,7 +44,8 @@ class TensorScheme:
 class Scheme:
     """policy: None when even the newest token is read back quantized, as in engines without fp16 pages. subtract: K is
     stored less its projection's bias, which comes back when it is read; one_remedy: and in no other basis then, as
-    `make engine` builds such a layer. exact: nothing is rounded, not even to fp16."""
+    `make engine` builds such a layer. exact: nothing is rounded, not even to fp16. instead: the schemes of layers that
+    differ."""
 
     name: str
     k: TensorScheme = TensorScheme()
@@ -53,6 +54,7 @@ class Scheme:
     subtract: bool = False
     one_remedy: bool = False
     exact: bool = False
+    instead: dict[int, Scheme] = field(default_factory=dict)
 
     def bytes_per_token(self, size: int) -> float:
         """Bytes of a sealed token of one KV head, K and V."""
@@ -60,8 +62,11 @@ class Scheme:
 
     def viewer(self, statistics: list[LayerStatistics]) -> Callable[[Layer], View]:
         """The function that turns what a layer computed into what its queries see."""
+        others = {index: scheme.viewer(statistics) for index, scheme in self.instead.items()}
 
         def view(layer: Layer) -> View:
+            if layer.index in others:
+                return others[layer.index](layer)
             if self.exact:
                 return View(layer.q, layer.k, layer.v, layer.k, layer.v)
             known = statistics[layer.index]

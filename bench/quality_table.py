@@ -97,10 +97,11 @@ BIAS = [
     scheme("fp8 per tensor", "8 fp8", "8 fp8", None),
     scheme("k8v4", "8 page", "4 token hadamard"),
 ]
-BUILT_UNDER_BIAS = {  # by format; subtract is the pre-flight's to set
+BUILT_UNDER_BIAS = {  # by format; subtract is the measurement's to set
     "int4": replace(scheme("int4 as built", "4 page balanced", "4 token hadamard"), one_remedy=True),
     "k8v4": scheme("k8v4 as built", "8 page", "4 token hadamard"),
     "int8": scheme("int8 as built", "8 token", "8 token"),
+    "int8-page": scheme("int8-page", "8 page", "8 token"),
 }
 UNDONE = {"int4": "int4-balanced", "k8v4": "k8v4", "int8": "int8"}  # the same without the pre-flight's remedy
 SETS: dict[str, list[Scheme]] = {

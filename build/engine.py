@@ -76,7 +76,7 @@ def build_engine(request: BuildRequest, console: Console, force: bool = False) -
     """Make (or find) the engine of a request, after its pre-flight. Raises NibbleError; then nothing is left behind."""
     preflight = _fly(request, console)
     with atomic.exclusive(request.target, console.print):
-        key = _build_key(request)
+        key = _build_key(request, preflight)
         found = None if force else _find_current(request.target, key)
         if found is not None:
             console.print(f"engine {request.model.name} {request.kv.name} is up to date: {request.target}")
@@ -109,7 +109,7 @@ def _find_current(folder: Path, key: str) -> Manifest | None:
     return manifest if manifest.build_key == key else None
 
 
-def _build_key(request: BuildRequest) -> str:
+def _build_key(request: BuildRequest, preflight: Preflight) -> str:
     code = sorted(path for pattern in CODE_OF_BYTES for path in REPOSITORY_ROOT.glob(pattern))
     inputs = {
         "schema": SCHEMA,
@@ -117,6 +117,7 @@ def _build_key(request: BuildRequest) -> str:
         "source": asdict(hash_source(request.source)),
         "calibration": request.calibration.sha256 if request.calibration else None,
         "search": request.mix.sha256 if request.mix else None,
+        "preflight": [preflight.bias_layers, {layer: fmt.name for layer, (fmt, _) in preflight.formats.items()}],
         "code": files_sha256(code),
         "versions": versions(),
     }

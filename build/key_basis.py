@@ -65,9 +65,9 @@ def find_key_transforms(source: Path, recipe: ModelRecipe, formats: list[KVForma
     from calibrate.key_moments import layer_basis
 
     plan = KeyPlan()
-    if not any(map(wants_basis, formats)) or read_shape(source).max_positions < ENOUGH_TOKENS:
+    moments = find_moments(source, recipe, console) if any(map(wants_basis, formats)) else None
+    if moments is None:
         return plan
-    moments = _find_moments(source, recipe, console)
     for layer, fmt in enumerate(formats):
         if wants_basis(fmt):
             basis = layer_basis(layer, moments[layer], fmt.k.scale is ScaleKind.STATIC_CHANNEL)
@@ -97,10 +97,10 @@ def static_scales_in_basis(
     """Entries of kv_static.safetensors that replace those from calibrated ranges: 4-bit layers in a new basis."""
     tensors: dict[str, torch.Tensor] = {}
     static = [layer for layer, fmt in enumerate(formats) if _is_static4(fmt.k) or _is_static4(fmt.v)]
-    moments = _find_moments(source, recipe, console) if set(static) & set(transforms) else []
+    moments = find_moments(source, recipe, console) if set(static) & set(transforms) else None
     for layer in static:
         transform = transforms.get(layer, KeyTransform())
-        if transform.basis is None:
+        if transform.basis is None or moments is None:
             continue
         rotation = hadamard_matrix(transform.basis.forward.shape[-1])
         changes = {"k": transform.basis.forward.double(), "v": rotation}
@@ -130,9 +130,12 @@ def _is_static4(fmt: TensorFormat) -> bool:
     return fmt.bits == 4 and fmt.scale is ScaleKind.STATIC_CHANNEL
 
 
-def _find_moments(source: Path, recipe: ModelRecipe, console: Console) -> list[LayerMoments]:
+def find_moments(source: Path, recipe: ModelRecipe, console: Console) -> list[LayerMoments] | None:
+    """The moments of each layer, collected now when they are not there; None for models whose context is too short."""
     from calibrate.run import SHIPPED_PROMPTS
 
+    if read_shape(source).max_positions < ENOUGH_TOKENS:
+        return None
     path = calibration_dir(recipe.name) / MOMENTS_FILE
     made_of = [hash_source(source).weights_sha256, files_sha256([SHIPPED_PROMPTS]), recipe.dtype, recipe.max_context]
     identity = json_sha256([*made_of, WINDOWS, MOMENTS_VERSION])

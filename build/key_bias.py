@@ -8,7 +8,8 @@ amplitude a = |(b1, b2)|. What a scale has to cover on top of K's own width W is
     a static channel     2 a sin(min(context theta, pi) / 2)
 
 A format resolves K when its step, (W + that) / (2^bits - 1), is at most COARSEST_STEP times the step that int4 has
-without a bias, W / 15.
+without a bias, W / 15. That looks at K alone and is strict, since models with such biases have a small Q there. In the
+layers that it finds, `score_error` measures on real K and Q what keeping the bias in K costs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nibble.balance import BasisChange
 from nibble.formats import FORMATS, PAGE_TOKENS, KVFormat, ScaleKind, TensorFormat
+from nibble.quantizer import round_trip
 
 COARSEST_STEP = 2.0  # at twice int4's step the error of the channels that are hit has four times its variance
 USUAL_KEY_WIDTH = 8.0  # of a K channel within a page, where no calibration says better: 4 to 15 in Llama and Qwen
@@ -56,6 +59,22 @@ def times_int4_step(amplitudes: torch.Tensor, fmt: TensorFormat, width: float, r
         tokens = PAGE_TOKENS if fmt.scale is ScaleKind.PAGE_CHANNEL else rope.context
         added = float((amplitudes * rope.wave(pairs, tokens)).max())
     return (width + added) / fmt.levels / (width / INT4_LEVELS)
+
+
+def score_error(
+    pages: torch.Tensor, fmt: TensorFormat, reader: torch.Tensor, basis: BasisChange | None = None
+) -> float:
+    """What sealing these pages adds to scores, mean square over tokens and summed over heads.
+
+    pages: K [heads, pages, 64, D], float32, as far as it is stored. reader: second moment of Q in each head, [heads, D,
+    D]. basis: that K is stored in.
+    """
+    stored = pages if basis is None else torch.einsum("hptd,hed->hpte", pages, basis.forward)
+    error = round_trip(stored.half(), fmt) - stored
+    if basis is not None:
+        error = torch.einsum("hpte,hed->hptd", error, basis.reader)
+    squares = torch.einsum("hptd,hde,hpte->hpt", error.double(), reader.double(), error.double())
+    return float(squares.mean((1, 2)).sum())
 
 
 def find_remedy(amplitudes: torch.Tensor, fmt: KVFormat, width: float, rope: RopeSpan) -> KVFormat | None:

@@ -1,4 +1,8 @@
-"""How each layer's K is stored: in the balanced basis, or less the bias that the pre-flight found too large to keep."""
+"""How each layer's K is stored: in the balanced basis, or less a bias that is too large to keep.
+
+The pre-flight names the layers whose bias may be too large. There real pages are sealed both ways, and the scores that
+Q makes of them decide: a bias stays in K unless that costs clearly more, since GPU kernels can't add it back.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,18 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from build.attention_weights import read_attention_weights
-from build.key_basis import KeyPlan, find_key_transforms, stored_pages
+from build.key_basis import KeyPlan, find_key_transforms, find_moments, stored_pages
+from build.key_bias import COARSEST_STEP, score_error
 from build.preflight import Preflight
-from build.real_pages import LayerPages
+from build.real_pages import LayerPages, capture_pages
+from nibble.balance import BasisChange
 from nibble.formats import KVFormat
 from nibble.key_transform import KEYS_FILE, KeyBias, KeyTransform
 from nibble.models import read_shape
 from nibble.recipes import ModelRecipe
+from nibble.visibility import PagePolicy
 
+MOST_ERROR = COARSEST_STEP**2  # of scores, times what K less its bias has: steps COARSEST_STEP times as wide
 BIAS_REASON = (
     f"the pre-flight found a large bias of k_proj: it is taken off K before it is stored and comes back, turned by "
     f"RoPE, when K is read ({KEYS_FILE})"
@@ -29,10 +37,33 @@ def plan_key_transforms(
 ) -> KeyPlan:
     """The transform of each layer that has one, and why. A layer whose bias is taken off keeps its own basis."""
     plan = find_key_transforms(source, recipe, formats, console)
-    for layer, bias in read_key_biases(source, preflight.bias_layers).items():
-        if not formats[layer].is_fp16:
+    biases = {i: b for i, b in read_key_biases(source, preflight.bias_layers).items() if not formats[i].is_fp16}
+    moments = find_moments(source, recipe, console) if biases else None
+    pages = capture_pages(source, recipe, PagePolicy()) if moments else []
+    for layer, bias in biases.items():
+        times = None
+        if moments:
+            k, basis = pages[layer].k, plan.transforms.get(layer, KeyTransform()).basis
+            times = kept_bias_error(k, bias, formats[layer], moments[layer].q_mean, basis)
+        if times is not None and times <= MOST_ERROR:
+            kept = f"the bias of k_proj stays in K: the error of scores is {times:.2g} times that of K less its bias"
+            plan.why[layer] = "; ".join([*([plan.why[layer]] if layer in plan.why else []), kept])
+        else:
             plan.transforms[layer], plan.why[layer] = KeyTransform(bias=bias), BIAS_REASON
     return plan
+
+
+def kept_bias_error(
+    k: torch.Tensor, bias: KeyBias, fmt: KVFormat, reader: torch.Tensor, basis: BasisChange | None
+) -> float:
+    """Squared error of scores with the bias kept in K, in the basis if there is one, over that of K less its bias.
+
+    k: [pages, heads, 64, D], pages of a sequence from its second on. reader: second moment of Q, [heads, D, D].
+    """
+    count, _, tokens, _ = k.shape
+    wave = bias.at(tokens + torch.arange(count * tokens)).unflatten(0, (count, tokens)).permute(2, 0, 1, 3)
+    whole = k.float().transpose(0, 1)
+    return score_error(whole, fmt.k, reader, basis) / max(score_error(whole - wave, fmt.k, reader), 1e-30)
 
 
 def as_stored(pages: LayerPages, transform: KeyTransform | None, first_position: int) -> LayerPages:

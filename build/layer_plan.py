@@ -10,7 +10,7 @@ from rich.console import Console
 from build.preflight import Preflight
 from nibble.calibration import Calibration
 from nibble.errors import NibbleError
-from nibble.formats import KVFormat, SealedPageLayout
+from nibble.formats import KVFormat
 from nibble.layer_mix import LayerMix, read_layer_mix
 from nibble.models import hash_source
 from nibble.paths import calibration_dir
@@ -52,7 +52,7 @@ def plan_layers(
     for index, fmt in enumerate(chosen):
         first = mix.layers[index].why if mix else f"recipe {kv.name} gives every layer this format"
         remedy = preflight.formats.get(index)
-        if remedy is not None and _bytes(remedy[0]) > _bytes(fmt):
+        if remedy is not None:
             first, fmt = f"pre-flight: {remedy[1]}; {remedy[0].name} instead of {fmt.name}", remedy[0]
         plans.append(LayerPlan(fmt, "; ".join([first, *_consequences(fmt, calibration)])))
     return plans
@@ -98,7 +98,3 @@ def _read(folder: Path, kv: KVRecipe, source: Path) -> LayerMix | str:
     if mix.content["kl_budget"] > asked.kl_budget:
         return f"{folder} was searched with kl_budget {mix.content['kl_budget']:g}, the recipe has {asked.kl_budget:g}"
     return mix
-
-
-def _bytes(fmt: KVFormat) -> float:
-    return SealedPageLayout(fmt, 128).bytes_per_token

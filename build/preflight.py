@@ -19,7 +19,7 @@ from build.key_bias import COARSEST_STEP, INT4_LEVELS, USUAL_KEY_WIDTH, RopeSpan
 from nibble.architecture import Architecture, find_refusal, read_architecture
 from nibble.calibration import Calibration
 from nibble.errors import NibbleError
-from nibble.formats import FORMATS, KVFormat, ScaleKind
+from nibble.formats import FORMATS, INT8_PAGE, KVFormat, ScaleKind
 from nibble.manifest import FindingEntry, PreflightEntry
 from nibble.models import read_config
 
@@ -29,7 +29,7 @@ GPU_HEAD_DIMS = (64, 80, 96, 128, 192, 256)  # what the CUDA kernels are compile
 GPU_LARGEST_GROUP = 16
 LARGEST_HALF = 65504.0  # pages are fp16 before they are sealed
 WIDE_CHANNEL = 8.0  # times the layer's median width: worth a line in the table, page scales take it
-BIAS_REMEDY = "bias taken off K before it is stored"
+BIAS_REMEDY = "kept or taken off K, as scores decide,"
 WEAK_QUERY = 2.0  # a usual |q| of a channel pair: below this a "large multiple of the median bias" means nothing
 
 
@@ -38,7 +38,7 @@ class Preflight:
     """The findings so far.
 
     formats: for layers that need another format than the one asked for, which and why. bias_layers: layers whose k_proj
-    bias is taken off K before it is stored.
+    bias may be too large for K's scales: it is taken off K before it is stored, unless scores hardly notice it.
     """
 
     findings: list[FindingEntry] = field(default_factory=list)
@@ -140,17 +140,20 @@ def _check_key_bias(
             continue
         amplitudes = pair_amplitudes(layer.k_bias, architecture.head_dim)
         remedy = find_remedy(amplitudes, fmt, _key_width(calibration, index, amplitudes), rope)
-        if remedy is not None and layer.k_norm is None and fmt.k.scale is not ScaleKind.STATIC_CHANNEL:
+        if remedy is None:
+            continue
+        removable = layer.k_norm is None and fmt.k.scale is not ScaleKind.STATIC_CHANNEL
+        if removable:
             result.bias_layers.append(index)
-        elif remedy is not None:
+        if not removable or fmt.k.scale is ScaleKind.TOKEN:
             why = (
                 f"K bias reaches {float(amplitudes.max()):.0f} in a channel pair (norm {norms[index]:.0f}, the median "
                 f"layer's {median:.3g}): {fmt.name} can't resolve the other part of K"
             )
-            result.formats[index] = (remedy, why)
+            result.formats[index] = (_page_scales(fmt) if removable or remedy.k.bits == 8 else remedy, why)
     worst = max(range(len(norms)), key=norms.__getitem__)
     got = f"norm up to {norms[worst]:.4g} (layer {worst}), median layer {median:.3g}"
-    _report_remedies("K bias", got, "zero points take it", result, sorted([*result.formats, *result.bias_layers]))
+    _report_remedies("K bias", got, "zero points take it", result, sorted({*result.formats, *result.bias_layers}))
 
 
 def _check_query_bias(
@@ -212,7 +215,7 @@ def _check_ranges(
             why = (
                 f"K's widest channel, {ratio:.0f} times the median, sets the one scale that {fmt.name} has for a token"
             )
-            result.formats.setdefault(index, (FORMATS["k8v4"], why))
+            result.formats.setdefault(index, (_page_scales(fmt), why))
     if beyond:
         action = f"K is beyond what fp16 pages hold (65504) in layers {_spell(beyond)}; use an engine with a bf16 cache"
         result.add("K channel ranges", "beyond fp16", "refuse", action, beyond)
@@ -220,6 +223,11 @@ def _check_ranges(
     otherwise = "each channel has a scale of its own" if widest > WIDE_CHANNEL else ""
     got = f"widest {widest:.3g} times the median (layer {layer_of})"
     _report_remedies("K channel ranges", got, otherwise, result, hit)
+
+
+def _page_scales(fmt: KVFormat) -> KVFormat:
+    """K of 8 bits with a scale for each channel of a page, and a V with as many bits as the format's."""
+    return INT8_PAGE if fmt.v.bits == 8 else FORMATS["k8v4"]
 
 
 def _without_bias(width: torch.Tensor, layer: LayerWeights) -> float:

@@ -64,6 +64,11 @@ class LayerMoments:
         mean = getattr(self, f"{tensor}_sum") / self.tokens
         return mean, getattr(self, tensor) / self.tokens - mean.unsqueeze(-1) * mean.unsqueeze(-2)
 
+    @property
+    def q_mean(self) -> torch.Tensor:
+        """Second moment of Q, summed over the query heads of a KV head, [heads, D, D]."""
+        return self.q / self.tokens
+
     def basis(self, static: bool) -> BasisChange:
         """The balanced basis of K; static: for zero points that can't follow each page's mean."""
         return balanced_rotation(self.spread("k")[1] if static else self.page, self.q)
@@ -76,7 +81,7 @@ class LayerMoments:
         mean +- sqrt(D l) v for each eigenvalue l and eigenvector v. Every direction counts, also those hardly seen.
         """
         mean, covariance = self.spread("k")
-        around, queries = _points(covariance), _points(self.q / self.tokens)
+        around, queries = _points(covariance), _points(self.q_mean)
         keys = torch.cat((mean.unsqueeze(-2) + around, mean.unsqueeze(-2) - around), -2)
         stored, read = keys, queries
         if basis is not None:

@@ -109,6 +109,8 @@ FORMATS: dict[str, KVFormat] = {
         KVFormat("int4-static", TensorFormat(4, ScaleKind.STATIC_CHANNEL), TensorFormat(4, ScaleKind.STATIC_CHANNEL)),
     )
 }
+# What the pre-flight gives a layer of int8 in which one channel of K would set the scale of all: no recipe asks for it.
+INT8_PAGE = KVFormat("int8-page", TensorFormat(8, ScaleKind.PAGE_CHANNEL), TensorFormat(8, ScaleKind.TOKEN))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from nibble import atomic
 from nibble.errors import NibbleError
-from nibble.formats import FORMATS, KVFormat
+from nibble.formats import FORMATS, INT8_PAGE, KVFormat
 from nibble.hashing import file_sha256, files_sha256, json_sha256
 from nibble.recipes import KVRecipe, ModelRecipe, ServeRecipe, TensorRecipe
 from nibble.strict_yaml import StrictModel, validate
@@ -150,7 +150,7 @@ class Manifest(StrictModel):
 
     def _named(self, layer: LayerFormat) -> KVFormat:
         k, v = layer.k.format, layer.v.format
-        shipped = next((fmt for fmt in FORMATS.values() if (fmt.k, fmt.v) == (k, v)), None)
+        shipped = next((fmt for fmt in (*FORMATS.values(), INT8_PAGE) if (fmt.k, fmt.v) == (k, v)), None)
         own = self.kv.recipe.search is None and layer == self.kv.format
         return shipped if shipped is not None and not own else KVFormat(self.kv.recipe.name, k, v)
 

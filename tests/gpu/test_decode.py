@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nibble.errors import NibbleError
-from nibble.formats import FORMATS, KVFormat
+from nibble.formats import FORMATS, INT8_PAGE, KVFormat
 from nibble.kernels.decode import DecodeWorkspace, decode_attention_op
 from nibble.kernels.instances import KERNEL_HEAD_DIMS
 from nibble.visibility import PagePolicy
@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 INT4 = FORMATS["int4"]
+STORED = [*FORMATS.values(), INT8_PAGE]
 EDGES = (0, 1, 63, 64, 65, 128, 129, 192, 193, 1000, 3000, 4097)
 SHORT = (1, 65, 700, 2500)
 
@@ -41,13 +42,13 @@ def poisoned_memory() -> None:
     del blocks
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", STORED, ids=lambda f: f.name)
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
 def test_formats_and_head_sizes(fmt: KVFormat, head_dim: int) -> None:
     check(make_batch(DecodeCase(fmt, SHORT, head_dim=head_dim)))
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", STORED, ids=lambda f: f.name)
 @pytest.mark.parametrize("hard_keys", [False, True])
 def test_lengths_at_page_edges(fmt: KVFormat, hard_keys: bool) -> None:
     check(make_batch(DecodeCase(fmt, EDGES, hard_keys=hard_keys)))

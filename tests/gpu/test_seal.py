@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nibble.formats import FORMATS, PAGE_TOKENS, KVFormat
+from nibble.formats import FORMATS, INT8_PAGE, PAGE_TOKENS, KVFormat
 from nibble.kernels.instances import KERNEL_HEAD_DIMS
 from nibble.kernels.seal import append_tokens, append_tokens_op, seal_pages_on_gpu, seal_pages_op
 from tests.gpu.cases import DecodeCase, PagedBatch, make_batch
@@ -19,7 +19,7 @@ def full_pages(batch: PagedBatch) -> list[int]:
     return [page for length, table in rows for page in table[: length // PAGE_TOKENS]]
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", [*FORMATS.values(), INT8_PAGE], ids=lambda f: f.name)
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
 def test_sealed_bytes_are_the_oracles(fmt: KVFormat, head_dim: int) -> None:
     batch = make_batch(DecodeCase(fmt, (640, 1280), head_dim=head_dim, hard_keys=True))

@@ -147,12 +147,12 @@ def test_calibrated_ranges_beyond_fp16_are_refused_and_wide_ones_shown(tiny_llam
 
 
 @pytest.mark.parametrize(
-    ("kv", "action"), [("int8", "k8v4 in layers 1"), ("int4", "each channel has a scale of its own")]
+    ("kv", "action"), [("int8", "int8-page in layers 1"), ("int4", "each channel has a scale of its own")]
 )
 def test_a_wide_channel_is_no_match_for_the_scale_of_a_token(tiny_llama_dir: Path, kv: str, action: str) -> None:
     flight = run_preflight(tiny_llama_dir, [FORMATS[kv]] * 2, calibration(99.0), 2048)
     assert next(f for f in flight.findings if f.check == "K channel ranges").action == action
-    assert [fmt.name for fmt, _ in flight.formats.values()] == ["k8v4"] * (kv == "int8")
+    assert [fmt.name for fmt, _ in flight.formats.values()] == ["int8-page"] * (kv == "int8")
     assert not run_preflight(tiny_llama_dir, [FORMATS[kv]] * 2, calibration(9.0), 2048).formats
 
 

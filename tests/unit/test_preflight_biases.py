@@ -26,8 +26,13 @@ ROPE = RopeSpan(10_000.0, 2048)
 INT4 = FORMATS["int4"]
 
 
-def write_biased(folder: Path, k_bias: float = 0.0, q_bias: float = 0.0, tensor_value: float | None = None) -> Path:
-    """A tiny Qwen2; the biases go into channel pair 2 (fast) of KV head 1 of layer 0, where Q is small."""
+def write_biased(
+    folder: Path, k_bias: float = 0.0, q_bias: float = 0.0, tensor_value: float | None = None, pull: float = 3.0
+) -> Path:
+    """A tiny Qwen2; the biases go into channel pair 2 (fast) of KV head 1 of layer 0, where Q is small.
+
+    pull: a bias moves scores as one of this size would with Q as it was.
+    """
     config = Qwen2Config(
         vocab_size=272,
         hidden_size=128,
@@ -53,8 +58,8 @@ def write_biased(folder: Path, k_bias: float = 0.0, q_bias: float = 0.0, tensor_
         attention.k_proj.bias[pair[0]] = k_bias
         for head in (2, 3):  # as in the real models, Q is small where K is large
             for channel in (2, 2 + HEAD_DIM // 2):
-                attention.q_proj.weight[head * HEAD_DIM + channel] *= 3.0 / k_bias
-                attention.q_proj.bias[head * HEAD_DIM + channel] *= 3.0 / k_bias
+                attention.q_proj.weight[head * HEAD_DIM + channel] *= pull / k_bias
+                attention.q_proj.bias[head * HEAD_DIM + channel] *= pull / k_bias
     if q_bias:
         attention.q_proj.bias[5] = q_bias
     model.save_pretrained(folder)
@@ -116,12 +121,22 @@ def test_static_scales_under_a_bias_give_way_to_another_format(tmp_path: Path) -
     assert flight.formats[0][0].name == "fp16" and "K bias reaches 600" in flight.formats[0][1]
 
 
-def test_a_bias_of_600_mitigated_stays_within_twice_the_clean_model(tmp_path: Path) -> None:
-    clean, biased = write_biased(tmp_path / "clean"), write_biased(tmp_path / "biased", k_bias=600.0)
-    clean_engine, biased_engine = build(clean), build(biased)
+@pytest.mark.parametrize(
+    ("kv", "pull", "why"),
+    [
+        ("int4", 3.0, "bias of k_proj stays in K"),
+        ("int4", 60.0, "found a large bias of k_proj: it is taken off K"),
+        ("int8", 3.0, "int8-page instead of int8"),
+    ],
+)
+def test_a_bias_of_600_mitigated_stays_within_twice_the_clean_model(
+    tmp_path: Path, kv: str, pull: float, why: str
+) -> None:
+    clean, biased = write_biased(tmp_path / "clean"), write_biased(tmp_path / "biased", k_bias=600.0, pull=pull)
+    clean_engine, biased_engine = build(clean, kv), build(biased, kv)
     manifest = read_manifest(biased_engine)
     assert manifest.preflight is not None and manifest.preflight.verdict == "mitigate"
-    assert "large bias of k_proj" in manifest.layers[0].why and "large bias" not in manifest.layers[1].why
+    assert why in manifest.layers[0].why and why not in manifest.layers[1].why
     assert kl_to_exact(biased, biased_engine) < 2 * kl_to_exact(clean, clean_engine)
 
 
