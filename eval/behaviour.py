@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import asdict
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from eval.answers import KeptAnswers, Work
 from eval.config import NeedlePlan, TaskPlan
 from eval.hosts import LanguageHost
 from eval.needle import SCORED_FROM, Trial, make_trials, recall
@@ -13,11 +18,27 @@ from eval.records import Estimate, NeedleCell, NeedleFigures, TaskFigures
 from eval.statistics import bootstrap_interval
 from eval.suite import Task, TaskAnswers, load_task, run_task
 
+Hosts = dict[str, LanguageHost]
 
-def compare_tasks(quantized: LanguageHost, fp16: LanguageHost, plan: TaskPlan, seed: int) -> list[TaskFigures]:
-    """Every task of the plan on both hosts."""
+
+def compare_tasks(hosts: Hosts, plan: TaskPlan, seed: int, kept: KeptAnswers) -> list[TaskFigures]:
+    """Every task of the plan on both hosts, `quantized` and `fp16`."""
     tasks = [load_task(name, plan.documents) for name in plan.names]
-    return [task_figures(task, run_task(quantized, task), run_task(fp16, task), seed) for task in tasks]
+
+    def ask(host: LanguageHost, task: Task) -> dict[str, Any]:
+        return asdict(run_task(host, task))
+
+    works = [
+        Work(f"task {task.name} {task.sha256[:12]}, {name}", len(task.documents), partial(ask, host, task))
+        for task in tasks
+        for name, host in hosts.items()
+    ]
+    said = [TaskAnswers(**answer) for answer in kept.ask_all(works, "tasks, both engines", "documents")]
+    by_task = [dict(zip(hosts, said[at : at + len(hosts)], strict=True)) for at in range(0, len(said), len(hosts))]
+    return [
+        task_figures(task, answers["quantized"], answers["fp16"], seed)
+        for task, answers in zip(tasks, by_task, strict=True)
+    ]
 
 
 def task_figures(task: Task, quantized: TaskAnswers, fp16: TaskAnswers, seed: int) -> TaskFigures:
@@ -38,12 +59,27 @@ def task_figures(task: Task, quantized: TaskAnswers, fp16: TaskAnswers, seed: in
     )
 
 
-def compare_needles(
-    quantized: LanguageHost, fp16: LanguageHost, tokenizer: Any, plan: NeedlePlan, seed: int
-) -> NeedleFigures:
-    """The grid on both hosts."""
+def compare_needles(hosts: Hosts, tokenizer: Any, plan: NeedlePlan, seed: int, kept: KeptAnswers) -> NeedleFigures:
+    """The grid on both hosts, `quantized` and `fp16`; asked a length and variant at a time, all depths together."""
     trials = make_trials(tokenizer, plan.lengths, plan.depths, seed)
-    return needle_figures(trials, recall(quantized, trials), recall(fp16, trials), seed)
+    rows = [list(row) for _, row in groupby(trials, key=lambda trial: (trial.tokens, trial.variant))]
+    works = {
+        name: [
+            Work(f"needles {digest(row)}, {name}", sum(trial.tokens for trial in row), partial(recall, host, row))
+            for row in rows
+        ]
+        for name, host in hosts.items()
+    }
+    in_turn = [work for pair in zip(*works.values(), strict=True) for work in pair]
+    found = kept.ask_all(in_turn, "needles, both engines", "tokens")
+    recalls = {name: [share for row in found[at :: len(hosts)] for share in row] for at, name in enumerate(hosts)}
+    return needle_figures(trials, recalls["quantized"], recalls["fp16"], seed)
+
+
+def digest(trials: list[Trial]) -> str:
+    """Variant, length and a hash of the prompts."""
+    text = "\n".join(trial.prompt for trial in trials)
+    return f"{trials[0].variant} {trials[0].tokens} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def needle_figures(trials: list[Trial], quantized: list[float], fp16: list[float], seed: int) -> NeedleFigures:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from eval.behaviour import compare_needles, compare_tasks
+from eval.answers import KeptAnswers
+from eval.behaviour import Hosts, compare_needles, compare_tasks
 from eval.compare import compare_window
 from eval.config import EvalPlan
 from eval.environment import code_sha256, describe_environment
@@ -19,7 +20,7 @@ from eval.layers import can_be_replayed, measure_layers
 from eval.measures import PositionMeasures
 from eval.memory import measure_memory
 from eval.partial import PartialRun, open_partial, partial_key
-from eval.progress import position_progress
+from eval.progress import show_progress
 from eval.records import (
     SCHEMA_VERSION,
     LayerCheck,
@@ -90,6 +91,7 @@ def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
             "report.json": report.model_dump_json(indent=2) + "\n",
             "report.html": render_html(report, measured.positions, latest_reports(results_root(), request.names[0])),
             "positions.jsonl": partial.path,
+            "answers.jsonl": partial.answers.path,
         }
         return report, store_run(results_dir(*request.names), created, files)
 
@@ -119,7 +121,7 @@ def _measure(
     memory = measure_memory(quantized, fp16, random_prompt(len(quantized.tokenizer), plan.memory_tokens, plan.seed))
     positions = compare_windows(subjects, text, partial)
     layers = check_layers(subjects, text, plan.layer_tokens, console)
-    tasks, needle = check_behaviour(subjects, plan, console)
+    tasks, needle = check_behaviour(subjects, plan, partial.answers, console)
     console.print("timing both engines in turn")
     speed = measure_speed(quantized, fp16, plan.speed, plan.seed)
     served = skipped_check("not asked for (--no-served)")
@@ -130,17 +132,17 @@ def _measure(
 
 
 def check_behaviour(
-    subjects: Subjects, plan: EvalPlan, console: Console
+    subjects: Subjects, plan: EvalPlan, kept: KeptAnswers, console: Console
 ) -> tuple[list[TaskFigures], NeedleFigures | None]:
     """The plan's tasks and needle grid on both engines."""
-    quantized, fp16 = NativeHost(subjects.quantized), NativeHost(subjects.fp16)
+    hosts: Hosts = {"quantized": NativeHost(subjects.quantized), "fp16": NativeHost(subjects.fp16)}
     tasks, needle = [], None
     if plan.tasks:
         console.print(f"tasks: {', '.join(plan.tasks.names)}, {plan.tasks.documents} documents each, on both engines")
-        tasks = compare_tasks(quantized, fp16, plan.tasks, plan.seed)
+        tasks = compare_tasks(hosts, plan.tasks, plan.seed, kept)
     if plan.needle:
         console.print(f"needles: {plan.needle.lengths} tokens, depths {plan.needle.depths} %, on both engines")
-        needle = compare_needles(quantized, fp16, subjects.fp16.tokenizer, plan.needle, plan.seed)
+        needle = compare_needles(hosts, subjects.fp16.tokenizer, plan.needle, plan.seed, kept)
     return tasks, needle
 
 
@@ -165,7 +167,7 @@ def compare_windows(subjects: Subjects, text: WindowSet, partial: PartialRun) ->
     """Measure every window that `partial` does not have yet; returns all of them, in order."""
     finished = [partial.measured(window) for window in text.windows]
     done = sum(len(measures) for measures in finished if measures is not None)
-    with position_progress(text.positions, done) as advance:
+    with show_progress(text.positions, done, "comparing", "positions") as advance:
         for index, window in enumerate(text.windows):
             if finished[index] is None:
                 measures = compare_window(subjects.fp16, subjects.quantized, window, index, advance)

@@ -31,17 +31,17 @@ def _quality_rows(report: Report) -> list[Row]:
     quality = report.quality
     top1, change = quality.top1_agreement, quality.ppl_delta_pct
     return [
-        ("KL to fp16 (nats), mean", nats(quality.kl.mean), "", "", _interval(quality.kl_mean, ".2g")),
+        ("KL to fp16 (nats), mean", nats(quality.kl.mean), "", "", interval_text(quality.kl_mean, ".2g")),
         ("KL, median", nats(quality.kl.p50), "", "", ""),
         ("KL, p99", nats(quality.kl.p99), "", "", ""),
-        ("KL, p99.9", nats(quality.kl.p999), "", "", ""),
-        ("same top token", f"{top1.value:.2%}", "", "", _interval(top1, ".1%")),
+        ("KL, p99.9", nats(quality.kl.p999), "", "", interval_text(quality.kl_p999, ".2g")),
+        ("same top token", f"{top1.value:.2%}", "", "", interval_text(top1, ".1%")),
         (
             "perplexity (token)",
             f"{quality.ppl:.3f}",
             f"{quality.ppl_fp16:.3f}",
             f"{change.value:+.2f} %",
-            _interval(change, "+.2f"),
+            interval_text(change, "+.2f"),
         ),
         *_word_perplexity(report),
     ]
@@ -62,13 +62,16 @@ def _behaviour_rows(report: Report) -> list[Row]:
         label = f"task {task.task}: {task.documents} documents, {task.flips} flips{same}"
         change = f"{task.difference.value:+.1%}"
         rows.append(
-            (label, f"{task.accuracy:.1%}", f"{task.accuracy_fp16:.1%}", change, _interval(task.difference, "+.1%"))
+            (label, f"{task.accuracy:.1%}", f"{task.accuracy_fp16:.1%}", change, interval_text(task.difference, "+.1%"))
         )
     needle = report.needle
     if needle is not None and needle.recall is not None and needle.recall_fp16 is not None and needle.drop is not None:
         label = f"needle recall, {needle.scored} of {len(needle.cells)} cells scored"
         change = f"{-needle.drop.value:+.1%}"
-        rows.append((label, f"{needle.recall:.1%}", f"{needle.recall_fp16:.1%}", change, ""))
+        lost = needle.drop.interval
+        interval = None if lost is None else [-lost[1], -lost[0]]
+        shown = interval_text(Estimate(value=-needle.drop.value, interval=interval), "+.1%")
+        rows.append((label, f"{needle.recall:.1%}", f"{needle.recall_fp16:.1%}", change, shown))
     return rows
 
 
@@ -86,14 +89,31 @@ def _speed_rows(report: Report) -> list[Row]:
         ours, theirs = getattr(report.speed.quantized, name), getattr(report.speed.fp16, name)
         label = label.format(streams=report.speed.streams)
         rows.append((label, f"{ours:,.1f}", f"{theirs:,.1f}", f"{ours / theirs:.2f} ×", ""))
-    return rows
+    return rows + _latency_rows(report)
+
+
+def _latency_rows(report: Report) -> list[Row]:
+    pairs = zip(report.speed.quantized.latencies, report.speed.fp16.latencies, strict=True)
+    return [
+        (
+            f"ms to the next token, {ours.streams} streams: p50, p99 of {ours.tokens:,}",
+            f"{ours.ms_p50:,.1f}, {ours.ms_p99:,.1f}",
+            f"{theirs.ms_p50:,.1f}, {theirs.ms_p99:,.1f}",
+            f"{theirs.ms_p50 / ours.ms_p50:.2f} ×",
+            "",
+        )
+        for ours, theirs in pairs
+    ]
 
 
 def _divided(label: str, ours: float, theirs: float) -> Row:
     return label, f"{ours:,.0f}", f"{theirs:,.0f}", f"÷ {theirs / ours:.2f}", ""
 
 
-def _interval(estimate: Estimate, fmt: str) -> str:
+def interval_text(estimate: Estimate | None, fmt: str) -> str:
+    """Both ends in a format; empty for a figure that has no interval."""
+    if estimate is None:
+        return ""
     if estimate.interval is None:
         return "one sample"
     low, high = estimate.interval

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from eval.answers import KeptAnswers
 from eval.measures import PositionMeasures
 from eval.windows import Window
 from nibble.errors import NibbleError
@@ -30,10 +31,11 @@ def partial_key(*parts: str) -> str:
 
 
 class PartialRun:
-    """The windows measured so far; made by `open_partial`, which holds the folder's lock."""
+    """The windows measured and the answers given so far; made by `open_partial`, which holds the folder's lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.answers = KeptAnswers(path.with_suffix(".answers.jsonl"))
         self._measured = dict(_read_lines(path))
         _rewrite(path, self._measured)
 

@@ -28,16 +28,17 @@ def layer_ratios(check: LayerCheck) -> str:
 
 
 def latency_by_streams(report: Report) -> str:
-    """Milliseconds that a stream waits for a token, alone and beside others, on both engines."""
+    """Milliseconds that a stream waits for a token, over how many decode at once: the median, and p99 dotted."""
 
     def draw(axes: Axes) -> None:
-        streams = [1, report.speed.streams]
         drawn = ((report.speed.quantized, report.summary.kv, QUANTIZED), (report.speed.fp16, "fp16", FP16))
         for speed, label, colour in drawn:
-            rates = (speed.decode_tokens_per_s, speed.decode_tokens_per_s_streams)
-            waits = [1000 * count / rate for count, rate in zip(streams, rates, strict=True)]
-            axes.plot(streams, waits, "o-", color=colour, label=label)
-        axes.set(xlabel="streams at once", ylabel="ms a token", xticks=streams, ylim=(0, None))
+            streams = [point.streams for point in speed.latencies]
+            axes.plot(streams, [point.ms_p50 for point in speed.latencies], "o-", color=colour, label=label)
+            axes.plot(streams, [point.ms_p99 for point in speed.latencies], ":", color=colour, label=f"{label}, p99")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(streams, [str(count) for count in streams])
+        axes.set(xlabel="streams at once", ylabel="ms to the next token", ylim=(0, None))
         axes.legend()
 
     return draw_svg("latency", draw)

@@ -58,6 +58,7 @@ class Bucket(StrictModel):
     end: int
     positions: int
     kl: Distribution
+    kl_mean: Estimate | None = None
     ppl_delta_pct: float
     top1_agreement: float
     flips: int = 0
@@ -119,12 +120,23 @@ class Memory(StrictModel):
     fp16: Footprint
 
 
+class Latency(StrictModel):
+    """What a stream waits for its next token while `streams` decode together: percentiles over `tokens` waits."""
+
+    streams: int
+    decode_tokens_per_s: float
+    ms_p50: float
+    ms_p99: float
+    tokens: int
+
+
 class EngineSpeed(StrictModel):
     """Tokens per second, medians: one prompt read, one stream decoding, many streams decoding together."""
 
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     decode_tokens_per_s_streams: float
+    latencies: list[Latency] = Field(default_factory=list)
 
 
 class Speed(StrictModel):

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval import plots, plots_grid
-from eval.figures import comparison_rows, headings, nats
+from eval.figures import comparison_rows, headings, interval_text, nats
 from eval.measures import PositionMeasures
 from eval.records import Report
 
@@ -27,6 +27,7 @@ def render_html(report: Report, measured: list[PositionMeasures], others: list[R
         cards=_cards(report),
         plots=_plots(report, measured, others or []),
         nats=nats,
+        interval_text=interval_text,
         headings=headings(report),
         comparison=comparison_rows(report),
         provenance=_provenance(report),
@@ -76,7 +77,7 @@ def _grid_plots(report: Report, others: list[Report]) -> Iterator[tuple[str, str
                 svg,
                 f"Needles, {variant}: share of the numbers found, by depth and length. Only where fp16 finds all.",
             )
-    yield plots_grid.latency_by_streams(report), "What a stream waits for a token, alone and beside others."
+    yield plots_grid.latency_by_streams(report), "Latency against concurrency: what a stream waits for its next token."
     together = [other for other in others if other.summary.kv != kv] + [report]
     yield (
         plots_grid.cost_against_memory(together),

@@ -11,10 +11,13 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
+import numpy as np
+
 from eval.config import SpeedPlan
-from eval.records import EngineSpeed, Speed
+from eval.records import EngineSpeed, Latency, Speed
 from nibble.errors import NibbleError
 from nibble.runtime import Engine, SamplingParams
 
@@ -36,14 +39,24 @@ class StreamTimes:
     @property
     def decode_tokens_per_s(self) -> float:
         """Tokens of all streams together over the time in which all of them were decoding."""
-        start, end = self._all_started, min(times[-1] for times in self.arrivals.values())
-        tokens = sum(start < at <= end for times in self.arrivals.values() for at in times)
-        if not tokens:
+        start, end = self._all_together
+        if not self.waits:
             raise NibbleError(
                 "speed plan: the first stream ended before the last one began; allowed more decode_tokens, "
                 "fewer streams or a shorter prompt"
             )
-        return tokens / (end - start)
+        return len(self.waits) / (end - start)
+
+    @property
+    def waits(self) -> list[float]:
+        """Seconds from a token of a stream to its next, while all of them were decoding."""
+        start, end = self._all_together
+        pairs = [pair for times in self.arrivals.values() for pair in pairwise(times)]
+        return [after - before for before, after in pairs if start < after <= end]
+
+    @property
+    def _all_together(self) -> tuple[float, float]:
+        return self._all_started, min(times[-1] for times in self.arrivals.values())
 
     @property
     def _all_started(self) -> float:
@@ -51,21 +64,26 @@ class StreamTimes:
 
 
 def measure_speed(quantized: Engine, fp16: Engine, plan: SpeedPlan, seed: int) -> Speed:
-    """Time prefill, one stream and `plan.streams` streams on both engines in turn, `plan.repeats` times; medians."""
+    """Time 1, 2, 4, ... `plan.streams` streams at once on both engines in turn, `plan.repeats` times."""
     engines = {"quantized": quantized, "fp16": fp16}
-    single: dict[str, list[StreamTimes]] = {name: [] for name in engines}
-    many: dict[str, list[StreamTimes]] = {name: [] for name in engines}
+    times: dict[str, dict[int, list[StreamTimes]]] = {
+        name: {count: [] for count in stream_counts(plan.streams)} for name in engines
+    }
     prompts = random_prompts(len(quantized.tokenizer), plan.prompt_tokens, seed + 1)  # seed itself: memory's prompt
     for engine in engines.values():
         time_streams(engine, [next(prompts)], WARM_UP_TOKENS)
     for _ in range(plan.repeats):
-        one, batch = [next(prompts)], [next(prompts) for _ in range(plan.streams)]
-        for name, engine in engines.items():
-            single[name].append(time_streams(engine, one, plan.decode_tokens))
-        for name, engine in engines.items():
-            many[name].append(time_streams(engine, batch, plan.decode_tokens))
-    speeds = {name: _medians(single[name], many[name]) for name in engines}
+        for count in stream_counts(plan.streams):
+            batch = [next(prompts) for _ in range(count)]
+            for name, engine in engines.items():
+                times[name][count].append(time_streams(engine, batch, plan.decode_tokens))
+    speeds = {name: _summarise(taken) for name, taken in times.items()}
     return Speed(quantized=speeds["quantized"], fp16=speeds["fp16"], streams=plan.streams, repeats=plan.repeats)
+
+
+def stream_counts(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 def time_streams(engine: Engine, prompts: list[list[int]], decode_tokens: int) -> StreamTimes:
@@ -98,9 +116,23 @@ def random_prompts(vocab_size: int, prompt_tokens: int, seed: int) -> Iterator[l
         yield [generator.randrange(vocab_size) for _ in range(prompt_tokens)]
 
 
-def _medians(single: list[StreamTimes], many: list[StreamTimes]) -> EngineSpeed:
+def _summarise(times: dict[int, list[StreamTimes]]) -> EngineSpeed:
+    """Medians over the repeats; times: by number of streams, from one to the most."""
+    rates = {count: median(t.decode_tokens_per_s for t in taken) for count, taken in times.items()}
     return EngineSpeed(
-        prefill_tokens_per_s=median(times.prefill_tokens_per_s for times in single),
-        decode_tokens_per_s=median(times.decode_tokens_per_s for times in single),
-        decode_tokens_per_s_streams=median(times.decode_tokens_per_s for times in many),
+        prefill_tokens_per_s=median(t.prefill_tokens_per_s for t in times[1]),
+        decode_tokens_per_s=rates[1],
+        decode_tokens_per_s_streams=rates[max(rates)],
+        latencies=[_latency(count, rates[count], taken) for count, taken in times.items()],
+    )
+
+
+def _latency(streams: int, rate: float, taken: list[StreamTimes]) -> Latency:
+    waits = [1000.0 * wait for times in taken for wait in times.waits]
+    return Latency(
+        streams=streams,
+        decode_tokens_per_s=rate,
+        ms_p50=float(np.quantile(waits, 0.5)),
+        ms_p99=float(np.quantile(waits, 0.99)),
+        tokens=len(waits),
     )

@@ -42,8 +42,8 @@ def summarise(
         word_ppl_fp16=float(np.exp(every.nll_fp16.sum() / words)) if words else None,
         words=words,
         ppl_delta_pct=_estimate(measured, seed, lambda kl, nll, nll_fp16: 100 * np.expm1(nll - nll_fp16)),
-        top1_agreement=_top1_estimate(measured, seed),
-        buckets=[_bucket(measured, start, end) for start, end in bucket_bounds(len(measured[0]))],
+        top1_agreement=_mean_estimate([part.top1_same for part in measured], seed),
+        buckets=[_bucket(measured, start, end, seed) for start, end in bucket_bounds(len(measured[0]))],
         per_window=[_window_figures(window, part) for window, part in zip(windows, measured, strict=True)],
     )
 
@@ -92,9 +92,10 @@ def _estimate(measured: list[PositionMeasures], seed: int, statistic: Statistic)
     )
 
 
-def _top1_estimate(measured: list[PositionMeasures], seed: int) -> Estimate:
-    means = np.array([[part.top1_same.mean() for part in measured]])
-    interval = bootstrap_interval(means, lambda rows: rows[0], seed) if len(measured) > 1 else None
+def _mean_estimate(values: list[np.ndarray], seed: int) -> Estimate:
+    """The mean of values [positions] that each window has, and its interval."""
+    means = np.array([[part.mean() for part in values]])
+    interval = bootstrap_interval(means, lambda rows: rows[0], seed) if len(values) > 1 else None
     return Estimate(value=float(means.mean()), interval=interval)
 
 
@@ -110,7 +111,7 @@ def _tail_estimate(measured: list[PositionMeasures], seed: int) -> Estimate:
     return Estimate(value=value, interval=[float(bound) for bound in np.quantile(tails, [tail, 1 - tail])])
 
 
-def _bucket(measured: list[PositionMeasures], start: int, end: int) -> Bucket:
+def _bucket(measured: list[PositionMeasures], start: int, end: int, seed: int) -> Bucket:
     part = PositionMeasures.concatenate(
         [
             PositionMeasures(
@@ -127,6 +128,7 @@ def _bucket(measured: list[PositionMeasures], start: int, end: int) -> Bucket:
         end=end,
         positions=len(part),
         kl=kl_distribution(part.kl),
+        kl_mean=_mean_estimate([m.kl[start:end] for m in measured], seed),
         ppl_delta_pct=float(100 * np.expm1(part.nll.mean() - part.nll_fp16.mean())),
         top1_agreement=float(part.top1_same.mean()),
         flips=int((~part.top1_same).sum()),

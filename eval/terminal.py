@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from eval.figures import comparison_rows, headings, nats
+from eval.figures import comparison_rows, headings, interval_text, nats
 from eval.records import Report
 from nibble.certificate import Certificate
 
@@ -56,12 +56,14 @@ def _comparison(report: Report) -> Table:
 
 def _buckets(report: Report) -> Table:
     table = Table(title="By position in the window", box=SIMPLE_HEAD)
-    for heading in ("positions", "KL mean", "KL p99.9", "same top token", "perplexity"):
+    for heading in ("positions", "sampled", "KL mean", "95 % interval", "KL p99.9", "same top token", "perplexity"):
         table.add_column(heading, justify="right")
     for bucket in report.quality.buckets:
         table.add_row(
             f"{bucket.start:,} to {bucket.end:,}",
+            f"{bucket.positions:,}",
             nats(bucket.kl.mean),
+            interval_text(bucket.kl_mean, ".2g"),
             nats(bucket.kl.p999),
             f"{bucket.top1_agreement:.2%}",
             f"{bucket.ppl_delta_pct:+.2f} %",

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from eval.behaviour import needle_figures, task_figures
+from eval.answers import KeptAnswers
+from eval.behaviour import compare_needles, compare_tasks, needle_figures, task_figures
+from eval.config import NeedlePlan, TaskPlan
 from eval.hosts import NativeHost, Prompt, Score, TritonHost
 from eval.needle import VARIANTS, Trial, make_trials, recall
 from eval.suite import TASK_FOLDER, TaskAnswers, load_task, run_task, task_names
@@ -157,6 +159,29 @@ def test_needles_lie_where_they_should_and_count_by_string_match(engine: Engine)
         assert trial.prompt.count("special magic numbers for") >= (4 if trial.variant != "single" else 1)
     answers = Scripted({trial.prompt: f"{trial.answers[0]} and more" for trial in trials})
     assert recall(answers, trials) == [1.0] * 6 + [0.25] * 3
+
+
+def test_what_an_interrupted_run_asked_is_not_asked_again(engine: Engine, tmp_path: Path) -> None:
+    tasks = TaskPlan(names=["copy", "opposites"], documents=3)
+    grid = NeedlePlan(lengths=[1024, 2048], depths=[0, 100])
+    trials = make_trials(engine.tokenizer, grid.lengths, grid.depths, seed=0)
+    right = {**knowing("copy").answers, **knowing("opposites").answers}
+    right |= {trial.prompt: " ".join(trial.answers) for trial in trials}
+
+    def compare(hosts: dict[str, Scripted]) -> list[object]:
+        kept = KeptAnswers(tmp_path / "key.answers.jsonl")
+        needles = compare_needles(dict(hosts), engine.tokenizer, grid, 0, kept)
+        return [needles, compare_tasks(dict(hosts), tasks, 0, kept)]
+
+    whole = compare({"quantized": Scripted(right), "fp16": Scripted(right)})
+    lines = kept_lines = (tmp_path / "key.answers.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 3 * 2 + 2 * 2
+    (tmp_path / "key.answers.jsonl").write_text("\n".join(lines[:-2]) + '\n{"asked": "task op')
+    deaf = {text: "" for text in right if "magic" in text or text in knowing("copy").answers}
+    resumed = compare({"quantized": Scripted({**right, **deaf}), "fp16": Scripted({**right, **deaf})})
+    assert resumed == whole
+    assert (tmp_path / "key.answers.jsonl").read_text().splitlines() == kept_lines
+    assert whole[0].recall == 1.0  # type: ignore[attr-defined]
 
 
 def test_cells_that_fp16_fails_are_not_scored() -> None:

@@ -24,6 +24,7 @@ from eval.records import (
     Estimate,
     Footprint,
     Inputs,
+    Latency,
     LayerCheck,
     LayerFigures,
     Memory,
@@ -63,7 +64,13 @@ def make_report(kv: str, kl: float, bytes_per_token: float) -> tuple[Report, lis
         Footprint(tokens=512, sealed_bytes_per_token=b, sealed_bytes=int(b * 320), open_bytes=192 * 23040)
         for b in (bytes_per_token, 23040.0)
     )
-    speed = EngineSpeed(prefill_tokens_per_s=500.0, decode_tokens_per_s=14.0, decode_tokens_per_s_streams=40.0)
+    waits = [
+        Latency(streams=n, decode_tokens_per_s=14.0 * n**0.5, ms_p50=70.0 * n**0.5, ms_p99=90.0 * n**0.5, tokens=31 * n)
+        for n in (1, 2, 4, 8)
+    ]
+    speed = EngineSpeed(
+        prefill_tokens_per_s=500.0, decode_tokens_per_s=14.0, decode_tokens_per_s_streams=40.0, latencies=waits
+    )
     sound = {"error": 0.01, "expected": 0.01, "ratio": 0.98, "page_ratios": [1.0], "clipped": 0.0}
     layers = [
         LayerFigures.model_validate({"layer": at, "format": kv, "first_position": 192, **sound}) for at in range(8)
@@ -115,6 +122,7 @@ def test_the_page_has_every_plot_and_needs_nothing_else(page: str) -> None:
     assert "int8" in page
     assert "perplexity (word, as lm-eval)" in page
     assert "task copy: 8 documents, 1 flips, same text 90%" in page
+    assert "ms to the next token, 8 streams: p50, p99 of 248" in page
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", page)
 
 

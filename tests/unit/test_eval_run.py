@@ -20,7 +20,7 @@ from eval.memory import measure_footprint
 from eval.records import Report, ServedCheck
 from eval.run import failed_checks, main
 from eval.served import GreedyAnswer, compare_hosts, in_process_host
-from eval.speed import random_prompt, random_prompts, time_streams
+from eval.speed import random_prompt, random_prompts, stream_counts, time_streams
 from eval.subjects import Subjects, check_request, require_engine
 from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat
@@ -101,6 +101,8 @@ def test_the_report_is_stored_and_reads_back(finished: tuple[Report, Path]) -> N
     assert len((folder / "positions.jsonl").read_text().splitlines()) == PLAN.windows
     assert report.summary.tokens == PLAN.windows * PLAN.window_tokens
     assert report.quality.kl.mean > 0
+    assert all(bucket.kl_mean and bucket.kl_mean.interval for bucket in report.quality.buckets)
+    assert [(point.streams, point.tokens > 0) for point in report.speed.fp16.latencies] == [(1, True), (2, True)]
     assert report.served.outcome == "skipped"
     assert report.engines["quantized"].engine_hash == "hash of int4"
 
@@ -206,6 +208,9 @@ def test_streams_are_timed_while_all_of_them_run(subjects: Subjects) -> None:
     assert [len(arrivals) for arrivals in times.arrivals.values()] == [5, 5]
     assert times.prefill_tokens_per_s > 0
     assert times.decode_tokens_per_s > 0
+    assert 0 < len(times.waits) <= 8
+    assert stream_counts(6) == [1, 2, 4, 6]
+    assert stream_counts(1) == [1]
 
 
 def test_hosts_that_agree_and_hosts_that_do_not(subjects: Subjects) -> None:
