@@ -7,9 +7,7 @@ import torch
 from nibble.calibration import TENSORS, Calibration
 from nibble.errors import NibbleError
 from nibble.formats import KVFormat, ScaleKind
-from nibble.static_scales import DEAD_SCALE, check_scales
-
-LARGEST_DEAD_SHARE = 0.5  # of a head's channels: with more, the calibration is what is wrong
+from nibble.static_scales import DEAD_SCALE, check_scales, dead_channels
 
 
 def pack_static_scales(calibration: Calibration, formats: list[KVFormat]) -> dict[str, torch.Tensor]:
@@ -31,8 +29,7 @@ def pack_static_scales(calibration: Calibration, formats: list[KVFormat]) -> dic
 
 
 def _scale(minimum: torch.Tensor, maximum: torch.Tensor, levels: int, owner: str) -> torch.Tensor:
-    dead = (minimum == 0) & (maximum == 0)
-    dead &= dead.float().mean(-1, keepdim=True) < LARGEST_DEAD_SHARE
+    dead = dead_channels(minimum, maximum)
     empty = (maximum <= minimum) & ~dead
     if empty.any():
         head, channel = empty.nonzero()[0].tolist()

@@ -4,9 +4,10 @@
     hf       model.layers.{i}.self_attn.{k_proj.k_scale,v_proj.v_scale}
 
 A scale is the largest magnitude over the largest code: 127 for int8, 448 for fp8 e4m3 (no zero point). `tensor`
-gives one scale a layer, float32 [1]; `channel` one for each channel, float32 [num_kv_heads, head_dim]. TensorRT-LLM and
-the fp8 loaders of Hugging Face checkpoints take `tensor`. The file is read back and compared before it is in place: a
-scale that is missing, NaN, infinite, not positive or exactly 1.0 is an error that names the layer.
+gives one scale a layer, float32 [1]; `channel` one for each channel, float32 [num_kv_heads, head_dim], the smallest there
+is for a channel that is always 0. TensorRT-LLM and the fp8 loaders of Hugging Face checkpoints take `tensor`. The file is
+read back and compared before it is in place: a scale that is missing, NaN, infinite, not positive or exactly 1.0 is an
+error that names the layer.
 
     python -m calibrate.export --model smollm2-135m --to trtllm --type int8
 """
@@ -27,6 +28,7 @@ from nibble.models import read_shape, resolve_source
 from nibble.paths import calibration_dir
 from nibble.recipes import load_model_recipe
 from nibble.stage import console, run_stage
+from nibble.static_scales import DEAD_SCALE, dead_channels
 
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
 GRANULARITIES = ("tensor", "channel")
@@ -109,6 +111,8 @@ def _scale(calibration: Calibration, layer: int, tensor: str, form: ExportForm) 
     if form.granularity == "tensor":
         absmax = absmax.amax().reshape(1)
     scale = absmax / LARGEST_CODE[form.code_type]
+    if form.granularity == "channel":
+        scale = scale.masked_fill(dead_channels(low, high), DEAD_SCALE)
     _check(scale, f"export: layer {layer} {tensor.upper()}")
     return scale
 
@@ -116,10 +120,11 @@ def _scale(calibration: Calibration, layer: int, tensor: str, form: ExportForm) 
 def _check(scale: torch.Tensor, owner: str) -> None:
     bad = ~torch.isfinite(scale) | (scale <= 0) | (scale == 1.0)
     if bad.any():
-        got = scale[bad][0].item()
+        first = tuple(bad.nonzero()[0].tolist())
+        place = f", head {first[0]}, channel {first[1]}" if len(first) == 2 else ""
         raise NibbleError(
-            f"{owner}: got scale {got:g}, allowed finite values above 0 and not exactly 1.0 (a placeholder); run "
-            "`make calibrate` with other prompts"
+            f"{owner}{place}: got scale {scale[first].item():g}, allowed finite values above 0 and not exactly 1.0 "
+            "(a placeholder); run `make calibrate` with other prompts"
         )
 
 

@@ -24,6 +24,7 @@ from nibble.reference import LayerScales
 
 STATIC_FILE = "kv_static.safetensors"
 DEAD_SCALE = 2.0**-14  # the smallest scale of a page, too
+LARGEST_DEAD_SHARE = 0.5  # of a head's channels: with more, the calibration is what is wrong
 
 
 def read_static_scales(engine_dir: Path, formats: list[KVFormat]) -> list[LayerScales]:
@@ -36,6 +37,12 @@ def read_static_scales(engine_dir: Path, formats: list[KVFormat]) -> list[LayerS
     except (OSError, SafetensorError) as error:
         raise NibbleError(f"{path}: can't be read ({error}); run `make engine` again") from error
     return [_layer_scales(path, tensors, index, fmt) for index, fmt in enumerate(formats)]
+
+
+def dead_channels(minimum: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
+    """Which channels were always 0 while most of their head's were not. Calibrated ranges and result [heads, D]."""
+    dead = (minimum == 0) & (maximum == 0)
+    return dead & (dead.float().mean(-1, keepdim=True) < LARGEST_DEAD_SHARE)
 
 
 def check_scales(scale: torch.Tensor, zero: torch.Tensor, owner: str) -> None:

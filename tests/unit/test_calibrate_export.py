@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from calibrate.export import ExportForm, check_export, export_scales, write_export
 from nibble.calibration import Calibration
 from nibble.errors import NibbleError
+from nibble.static_scales import DEAD_SCALE
 
 HEADS, CHANNELS, LAYERS = 2, 32, 3
 
@@ -64,6 +65,15 @@ def test_a_dead_tensor_names_its_layer() -> None:
         dead.tensors[f"layers.2.v.{part}"].zero_()
     with pytest.raises(NibbleError, match="layer 2 V: got scale 0"):
         export_scales(dead, LAYERS, ExportForm("hf", "int8", "tensor"))
+    with pytest.raises(NibbleError, match="layer 2 V, head 0, channel 0: got scale 0"):
+        export_scales(dead, LAYERS, ExportForm("hf", "int8", "channel"))
+
+
+def test_a_dead_channel_has_the_least_scale(tmp_path: Path) -> None:
+    form = ExportForm("hf", "int8", "channel")
+    dead = calibration(l1_k_min=0.0, l1_k_max=0.0)
+    tensors = load_file(write_export(tmp_path, dead, LAYERS, form))
+    assert tensors["model.layers.1.self_attn.k_proj.k_scale"][1, 7].item() == DEAD_SCALE
 
 
 def test_the_self_check_finds_what_differs() -> None:
