@@ -4,10 +4,10 @@
     hf       model.layers.{i}.self_attn.{k_proj.k_scale,v_proj.v_scale}
 
 A scale is the largest magnitude over the largest code: 127 for int8, 448 for fp8 e4m3 (no zero point). `tensor`
-gives one scale a layer, float32 [1]; `channel` one for each channel, float32 [num_kv_heads, head_dim], the smallest there
-is for a channel that is always 0. TensorRT-LLM and the fp8 loaders of Hugging Face checkpoints take `tensor`. The file is
-read back and compared before it is in place: a scale that is missing, NaN, infinite, not positive or exactly 1.0 is an
-error that names the layer.
+gives one scale a layer, float32 [1]; `channel` one for each channel, float32 [num_kv_heads, head_dim], the smallest
+there is for a channel that is always 0. TensorRT-LLM and the fp8 loaders of Hugging Face checkpoints take `tensor`. The
+file is read back and compared before it is in place: a scale that is missing, NaN, infinite, not positive or exactly
+1.0 is an error that names the layer.
 
     python -m calibrate.export --model smollm2-135m --to trtllm --type int8
 """
