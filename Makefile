@@ -48,11 +48,11 @@ calibrate: setup ## ranges of K and V; with SEARCH=1 the mix of formats too (MOD
 	@$(PY) -m calibrate.run $(call opt,MODEL,--model) $(call opt,PROMPTS,--prompts) $(call opt,N,--n) $(call opt,SEED,--seed) \
 		$(if $(SEARCH),--search)
 
-engine: setup ## build an engine (MODEL= KV= CONTEXT= BATCH= WEIGHTS=dummy; HOST=trtllm TP= PP= IMAGE_TAG= DRY_RUN=1)
+engine: setup ## build an engine (MODEL= KV= CONTEXT= BATCH= WEIGHTS=dummy or fp8; HOST=trtllm TP= PP= IMAGE_TAG= DRY_RUN=1)
 	@$(PY) -m build.run $(CHOICE) $(call opt,HOST,--host) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
 		$(call opt,TP,--tp) $(call opt,PP,--pp) $(call opt,IMAGE_TAG,--image-tag) $(if $(DRY_RUN),--dry-run)
 
-serve: setup ## serve an engine with Triton (MODEL= KV= PORT= CONTEXT= BATCH= KV_FALLBACK= CERTIFICATE= WEIGHTS=dummy; HOST=trtllm DRY_RUN=1)
+serve: setup ## serve an engine with Triton (MODEL= KV= PORT= CONTEXT= BATCH= KV_FALLBACK= CERTIFICATE= WEIGHTS=dummy or fp8; HOST=trtllm DRY_RUN=1)
 	@$(PY) -m serve.$(if $(filter trtllm,$(HOST)),trtllm.run,run) $(CHOICE) $(call opt,PORT,--port) $(call opt,CONTEXT,--context) $(call opt,BATCH,--batch) \
 		$(call opt,KV_FALLBACK,--kv-fallback) $(call opt,CERTIFICATE,--certificate) \
 		$(call opt,QUEUE,--queue) $(call opt,POOL_MB,--pool-mb) $(call opt,BESIDE,--beside) $(call opt,SPLIT,--split) \

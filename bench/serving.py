@@ -9,6 +9,8 @@ token, closed loops of clients; for each KV format, with dummy weights.
     capacity   how many requests of a context fit, and the step at fp16's most, at twice that, and at the format's own
     first      time to the first token of one prompt
     sweep      clients that ask again as soon as they are answered
+    memory     more of them than fit, in a cache of one size for all formats
+    interference   tokens of a running batch while a long prompt is read
 
 The last line is one JSON object.
 """
@@ -16,88 +18,27 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from bench.attention_cache import read_bandwidth
 from bench.serving_engine import cache_bytes_read, cancel_all, dummy_weights, make_engine, measured_commit, prime
+from bench.serving_load import ENDLESS, free_memory, measure_equal_memory, measure_interference, measure_sweep
+from bench.serving_records import Bench, Record, percentile
 from nibble.formats import FORMATS
 from nibble.runtime import Engine, EngineLimits, SamplingParams
-from nibble.runtime.decoder_weights import DecoderWeights
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
-ENDLESS = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
 STEPS = [(1, 8192), (8, 8192), (64, 1024), (64, 8192)]  # batch, context
 CAPACITY_CONTEXT = 32768
 MOST_RUNNING = {"llama-8b": 128, "llama-70b": 32}  # at that context: more than fit, so that memory is what counts
-SWEEP = [(1024, 256, 64), (8192, 128, 16)]  # input, output, concurrency
 TIMED_STEPS = 48
-
-
-@dataclass(frozen=True)
-class Record:
-    """Times in milliseconds. roofline_ratio: a step's time over that of reading weights and cache once."""
-
-    section: str
-    model: str
-    weights: str
-    kv: str
-    gpus: int
-    input: int
-    output: int
-    concurrency: int
-    tokens_per_s: float
-    ttft_p50_ms: float | None
-    tpot_p50_ms: float | None
-    tpot_p99_ms: float | None
-    max_running: int | None
-    kv_bytes: int
-    roofline_ratio: float | None
-    host_share: float | None
-    card: str
-    commit: str
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What every measurement needs. kind: of the weights; ceiling: bytes a second of plain reading."""
-
-    model: str
-    kind: str
-    weights: DecoderWeights
-    ceiling: float
-    commit: str
-
-    def record(self, section: str, engine: Engine, **values: float | int | None) -> Record:
-        """A record; what is not measured is None."""
-        fixed = {
-            "section": section,
-            "model": self.model,
-            "weights": f"{self.kind} dummy",
-            "kv": engine.kv_name,
-            "gpus": 1,
-            "ttft_p50_ms": None,
-            "tpot_p50_ms": None,
-            "tpot_p99_ms": None,
-            "max_running": None,
-            "roofline_ratio": None,
-            "host_share": None,
-            "kv_bytes": engine.pool_sizes.bytes(engine.spec),
-            "card": torch.cuda.get_device_name(),
-            "commit": self.commit,
-        }
-        rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()}
-        record = Record(**{**fixed, **rounded})  # type: ignore[arg-type]
-        shown = ("section", "kv", "input", "concurrency", "tokens_per_s", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms")
-        print({key: asdict(record)[key] for key in (*shown, "max_running", "roofline_ratio", "host_share")}, flush=True)
-        return record
 
 
 def time_steps(engine: Engine, count: int) -> list[float]:
@@ -131,6 +72,7 @@ def time_graph(engine: Engine) -> float:
 
 def measure_batch(bench: Bench, section: str, engine: Engine, **extra: int) -> Record:
     """Decode steps of the sequences that run; the cache that they read is that of the step in the middle."""
+    torch.cuda.reset_peak_memory_stats()
     contexts = [len(sequence.tokens) + TIMED_STEPS // 2 for sequence in engine.scheduler.running]
     times = time_steps(engine, TIMED_STEPS)
     read = bench.weights.num_bytes + cache_bytes_read(engine.spec, contexts)
@@ -144,7 +86,7 @@ def measure_batch(bench: Bench, section: str, engine: Engine, **extra: int) -> R
         concurrency=len(contexts),
         tokens_per_s=len(contexts) / step_ms * 1e3,
         tpot_p50_ms=statistics.median(times),
-        tpot_p99_ms=sorted(times)[int(0.99 * len(times))],
+        tpot_p99_ms=percentile(times, 0.99),
         roofline_ratio=step_ms / (read / bench.ceiling * 1e3),
         host_share=1 - graph_ms / step_ms,
         **extra,
@@ -194,53 +136,12 @@ def measure_first_token(bench: Bench, kv: str, prompt: int = 8192) -> Iterator[R
     )  # fmt: skip
 
 
-def measure_sweep(bench: Bench, kv: str) -> Iterator[Record]:
-    """Closed loops, from a cold start, two answers a client."""
-    for prompt, output, clients in SWEEP:
-        limits = EngineLimits(max_context=prompt + output + 64, max_running=clients, chunk_tokens=2048)
-        engine = make_engine(bench.weights, kv, limits)
-        yield run_clients(bench, engine, prompt, output, clients)
-        del engine
-        free_memory()
-
-
-def run_clients(bench: Bench, engine: Engine, prompt: int, output: int, clients: int) -> Record:
-    """Time every token of every request."""
-    generator = torch.Generator().manual_seed(0)
-    params = SamplingParams(max_tokens=output, ignore_eos=True)
-    asked: dict[str, float] = {}
-    seen: dict[str, list[float]] = {}
-    left = 2 * clients
-
-    def ask() -> None:
-        tokens = torch.randint(0, engine.runner.vocabulary, (prompt,), generator=generator).tolist()
-        request = engine.submit(tokens, params)
-        asked[request], seen[request] = time.perf_counter(), []
-
-    start = time.perf_counter()
-    for _ in range(clients):
-        ask()
-    left -= clients
-    while engine.has_work:
-        for event in engine.step():
-            seen[event.request_id].append(time.perf_counter())
-            if event.finish_reason is not None and left:
-                left -= 1
-                ask()
-    duration = time.perf_counter() - start
-    first = [(times[0] - asked[request]) * 1e3 for request, times in seen.items()]
-    each = [(times[-1] - times[0]) / (len(times) - 1) * 1e3 for times in seen.values()]
-    return bench.record(
-        "sweep", engine, input=prompt, output=output, concurrency=clients,
-        tokens_per_s=sum(map(len, seen.values())) / duration, ttft_p50_ms=statistics.median(first),
-        tpot_p50_ms=statistics.median(each), tpot_p99_ms=sorted(each)[int(0.99 * len(each))],
-    )  # fmt: skip
-
-
-def free_memory() -> None:
-    """Give back what deleted engines held."""
-    gc.collect()
-    torch.cuda.empty_cache()
+LOADS: dict[str, Callable[[Bench, str], Iterator[Record]]] = {
+    "first": measure_first_token,
+    "sweep": measure_sweep,
+    "memory": measure_equal_memory,
+    "interference": measure_interference,
+}
 
 
 def measure(bench: Bench, formats: list[str], sections: list[str]) -> Iterator[Record]:
@@ -256,11 +157,9 @@ def measure(bench: Bench, formats: list[str], sections: list[str]) -> Iterator[R
                 if kv == "fp16":
                     most_fp16 = record.max_running
             free_memory()
-        if "first" in sections:
-            yield from measure_first_token(bench, kv)
+        for section in (name for name in LOADS if name in sections):
+            yield from LOADS[section](bench, kv)
             free_memory()
-        if "sweep" in sections:
-            yield from measure_sweep(bench, kv)
 
 
 def _records_to_keep(
@@ -278,7 +177,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--weights", default="bf16", choices=["bf16", "fp8"])
     parser.add_argument("--kv", nargs="*", default=["fp16", "int8", "k8v4", "int4"], choices=list(FORMATS))
-    parser.add_argument("--only", nargs="*", default=["step", "capacity", "first", "sweep"])
+    parser.add_argument("--only", nargs="*", default=["step", "capacity", *LOADS])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     model, kind = options.model, options.weights

@@ -21,6 +21,7 @@ from nibble.models import read_shape, resolve_source
 from nibble.paths import engine_dir
 from nibble.recipes import (
     DUMMY,
+    FP8,
     ModelRecipe,
     ServeRecipe,
     load_kv_recipe,
@@ -61,8 +62,11 @@ def check_host(arguments: argparse.Namespace) -> None:
     if arguments.host not in HOSTS:
         raise NibbleError(f"host: got {arguments.host!r}, allowed {', '.join(HOSTS)}")
     if arguments.host == "trtllm":
-        if arguments.model.startswith(DUMMY):
-            raise NibbleError("WEIGHTS=dummy with HOST=trtllm: trtllm-build needs weights; allowed: HOST=native")
+        if arguments.model.startswith((DUMMY, f"{FP8}:")):
+            raise NibbleError(
+                "WEIGHTS=dummy or fp8 with HOST=trtllm: trtllm-build takes a checkpoint's own weights; allowed: "
+                "HOST=native"
+            )
         return
     if arguments.kv in recipe_names("trtllm") and arguments.kv not in recipe_names("kv"):
         raise NibbleError(

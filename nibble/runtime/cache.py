@@ -48,6 +48,12 @@ class CacheSpec:
         return [SealedPageLayout(fmt, self.head_dim) for fmt in self.formats]
 
     @property
+    def rotated_layers(self) -> frozenset[int]:
+        """Layers that take V rotated (nibble.rotation)."""
+        asked = {layer for layer, fmt in enumerate(self.formats) if fmt.v.rotated}
+        return frozenset(asked | {layer for layer, each in self.key_transforms.items() if each.rotate_value})
+
+    @property
     def sealed_page_bytes(self) -> int:
         """Bytes of one sealed page, all layers and heads."""
         return sum(layout.page_bytes for layout in self.layouts) * self.num_kv_heads

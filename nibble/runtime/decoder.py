@@ -29,9 +29,9 @@ class Decoder:
         """Folds the rotation of V into the weights where a layer's format wants it."""
         shape, device = weights.shape, weights.norm.device
         heads = []
-        for index, (fmt, layer) in enumerate(zip(spec.formats, weights.layers, strict=True)):
+        for index, layer in enumerate(weights.layers):
             transform = spec.key_transforms.get(index)
-            if fmt.v.rotated or (transform is not None and transform.rotate_value):
+            if index in spec.rotated_layers:
                 weights.rotate_values(index)
             basis = None if transform is None else transform.to(device).basis
             heads.append(HeadWeights(layer.q_norm, layer.k_norm, basis))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import AutoConfig
 
 from nibble.errors import NibbleError
@@ -12,6 +13,7 @@ from nibble.formats import FORMATS
 from nibble.key_transform import read_key_transforms
 from nibble.manifest import TOKENIZER_DIR, Manifest, read_manifest
 from nibble.models import load_model, load_tokenizer
+from nibble.recipes import FP8
 from nibble.runtime.cache import CacheSpec
 from nibble.runtime.decoder_weights import DecoderWeights
 from nibble.runtime.device import choose_device, wants_gpu
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FALLBACKS = ("fp16",)
+LEAST_FOR_FP8 = (8, 9)  # compute capability: products of e4m3
 
 
 def load_engine(engine_dir: Path, limits: EngineLimits, kv_fallback: str | None = None) -> Engine:
@@ -62,7 +65,14 @@ def _load_weights(
 ) -> PreTrainedModel | DecoderWeights:
     """Where the engine will run decides: transformers' model for the CPU, bare weights streamed to a GPU."""
     device = choose_device(limits.device, AutoConfig.from_pretrained(source, local_files_only=True), spec)
-    return load_model(source, dtype) if device.type == "cpu" else load_decoder_weights(source, dtype, device, shards)
+    if dtype == FP8 and (device.type == "cpu" or torch.cuda.get_device_capability(device) < LEAST_FOR_FP8):
+        raise NibbleError(
+            f"weights: got fp8 on device {device.type}, allowed there: float32, bfloat16, float16; fp8 needs an NVIDIA "
+            "GPU of compute capability 8.9 or newer. Serve the engine that was built without WEIGHTS=fp8"
+        )
+    if device.type == "cpu":
+        return load_model(source, dtype)
+    return load_decoder_weights(source, dtype, device, shards, spec.rotated_layers)
 
 
 def _cache_spec(engine_dir: Path, manifest: Manifest, kv_name: str) -> CacheSpec:

@@ -5,7 +5,9 @@ DecoderWeights.read(config, SafetensorsWeights(folder), torch.bfloat16, device)
 
 from __future__ import annotations
 
+import logging
 import zlib
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from nibble.dummy_source import dummy_seed
 from nibble.errors import NibbleError
 from nibble.models import read_config, weight_type
+from nibble.recipes import FP8
 from nibble.runtime.decoder_weights import DecoderWeights
 from nibble.runtime.shards import WHOLE, Shards
+
+log = logging.getLogger("nibble")
 
 
 class ModelWeights:
@@ -74,12 +79,19 @@ class DummyWeights:
         target.normal_(0.0, self._residual if is_residual else self._spread, generator=generator)
 
 
-def load_decoder_weights(folder: Path, dtype: str, device: torch.device, shards: Shards = WHOLE) -> DecoderWeights:
-    """The weights of a model's folder. dtype: torch's name of a type, or "auto" for the checkpoint's own."""
+def load_decoder_weights(
+    folder: Path, dtype: str, device: torch.device, shards: Shards = WHOLE, rotated: Collection[int] = ()
+) -> DecoderWeights:
+    """The weights of a model's folder. dtype: torch's name of a type, "auto" for the checkpoint's own, or "fp8".
+
+    rotated: see `DecoderWeights`.
+    """
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     seed = dummy_seed(read_config(folder))
     source = SafetensorsWeights(folder) if seed is None else DummyWeights(config, seed)
-    weights = DecoderWeights.read(config, source, weight_type(config, dtype), device, shards)
+    own_type = weight_type(config, dtype)
+    weights = DecoderWeights.read(config, source, own_type, device, shards, fp8=dtype == FP8, rotated=rotated)
+    log.info("weights: %s, %.0f MiB a step reads", dtype, weights.num_bytes / 2**20)
     if not (folder / "generation_config.json").is_file():
         return weights
     return replace(weights, generation_config=GenerationConfig.from_pretrained(folder, local_files_only=True))

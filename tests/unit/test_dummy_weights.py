@@ -16,6 +16,7 @@ from nibble.models import load_model, resolve_source
 from nibble.recipes import load_model_recipe
 from nibble.runtime import Engine, EngineLimits, SamplingParams
 from nibble.runtime.decoder_weights import DecoderWeights
+from nibble.runtime.fp8_rows import Fp8Rows
 from nibble.runtime.weight_sources import ModelWeights, load_decoder_weights
 
 
@@ -49,6 +50,18 @@ def test_both_runners_get_the_same_weights(dummy: str) -> None:
     ours = load_decoder_weights(source, "float32", device)
     assert torch.equal(ours.embedding, theirs.embedding) and ours.embedding.std() > 0.01
     assert torch.equal(ours.layers[1].qkv, theirs.layers[1].qkv)
+
+
+def test_fp8_weights_are_a_type_of_serving_on_a_gpu(dummy: str, tmp_path: Path) -> None:
+    """Built as any engine; read in e4m3 with V rotated as the cache wants it; refused by name on a CPU."""
+    manifest = build_native(f"fp8:{dummy}", "int4", 512, 2)
+    folder = tmp_path / "engines" / "tiny-dummy-fp8" / "int4"
+    assert manifest.model.recipe.dtype == "fp8"
+    weights = load_decoder_weights(manifest.source_folder(folder), "fp8", torch.device("cpu"), rotated=(0,))
+    assert isinstance(weights.layers[0].down, Fp8Rows) and weights.norm.dtype is torch.bfloat16
+    assert weights.rotated == {0}
+    with pytest.raises(NibbleError, match="weights: got fp8 on device cpu, allowed there: float32"):
+        Engine.load(folder, EngineLimits(max_context=512, max_running=2, device="cpu"))
 
 
 def test_a_model_whose_shape_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
