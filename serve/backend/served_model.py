@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import triton_python_backend_utils as pb_utils  # exists only inside Triton's stub
 
 from nibble.errors import NibbleError
@@ -37,6 +38,8 @@ class ServedModel:
             engine = _load_engine(parameters)
         except NibbleError as error:
             raise pb_utils.TritonModelException(str(error)) from error
+        except torch.OutOfMemoryError as error:
+            raise pb_utils.TritonModelException(_describe_full_card(error)) from error
         reason = _fallback_reason(engine, parameters)
         self._describe = TokenReport(engine.tokenizer)
         self._closing = {"kv_format": engine.kv_name, "kv_fallback_reason": reason or ""}
@@ -99,6 +102,16 @@ def _load_engine(parameters: Mapping[str, str]) -> Engine:
     _log(f"pools: {engine.pool_sizes.describe(engine.spec)}")
     _log(f"loaded with KV={engine.kv_name} on {engine.device} in {time.monotonic() - began:.1f} s")
     return engine
+
+
+def _describe_full_card(error: torch.OutOfMemoryError) -> str:
+    """What a GPU without room for the weights or a step means for whoever starts a server."""
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
+    return (
+        f"GPU memory: {str(error).partition('. ')[0]}; {free:.1f} of {total:.1f} GiB are free beside what is loaded so "
+        "far. See what else runs there (nvidia-smi), serve with a smaller --pool-mb, --batch or --context, or split the "
+        "model (tensor_parallel in its recipe)"
+    )
 
 
 def _fallback_reason(engine: Engine, parameters: Mapping[str, str]) -> str | None:
