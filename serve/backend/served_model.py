@@ -108,9 +108,9 @@ def _describe_full_card(error: torch.OutOfMemoryError) -> str:
     """What a GPU without room for the weights or a step means for whoever starts a server."""
     free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
     return (
-        f"GPU memory: {str(error).partition('. ')[0]}; {free:.1f} of {total:.1f} GiB are free beside what is loaded so "
-        "far. See what else runs there (nvidia-smi), serve with a smaller --pool-mb, --batch or --context, or split the "
-        "model (tensor_parallel in its recipe)"
+        f"GPU memory: {str(error).partition('. ')[0]}; {free:.1f} of {total:.1f} GiB are free beside what is loaded "
+        "so far. See what else runs there (nvidia-smi), serve with a smaller --pool-mb, --batch or --context, or split "
+        "the model (tensor_parallel in its recipe)"
     )
 
 
