@@ -1,7 +1,7 @@
 """Plays TensorRT-LLM's executor over our cache: schedules, allocates, prepares metadata, runs layers, replays graphs.
 
 K, V and Q of a token are looked up by its id and position, so that any way of computing a sequence has the same values.
-Every output is compared with the oracle's, over the whole sequence.
+Outputs are compared with the oracle's, over the whole sequence.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.trtllm.stand_in import KVCacheParams, LlmRequest, ScheduledRequests
 
 GRAPH_DUMMY = (1 << 64) - 1  # the request that fills a graph's batch up
 VOCABULARY = 40
+MOST_CHECKED = 8  # sequences of a step whose outputs are compared; in a larger batch others each time
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Executor:
         self.running: dict[int, LlmRequest] = {}
         self.graphs: dict[int, Graph] = {}
         self.started: dict[int, int] = {}  # of each request, the first token that was computed
-        self.checked = 0
+        self.checked = self._turn = 0
         self.manager.add_dummy_requests([GRAPH_DUMMY], [1])
 
     def submit(self, request_id: int, tokens: list[int]) -> LlmRequest:
@@ -172,9 +173,10 @@ class Executor:
 
     def _check(self, layer: int, spans: list[tuple[LlmRequest, int, int]], out: torch.Tensor) -> None:
         found = out.float().cpu().unflatten(1, (self.model.q_heads, self.model.head_dim))
-        for rows, (request, first, last) in zip(
-            found.split([last - first for _, first, last in spans]), spans, strict=True
-        ):
+        pairs = list(zip(found.split([last - first for _, first, last in spans]), spans, strict=True))
+        stride = -(-len(pairs) // MOST_CHECKED)
+        self._turn += 1
+        for rows, (request, first, last) in pairs[self._turn % stride :: stride]:
             expected = self._oracle(layer, request.tokens[:last], first)
             worst = float((rows - expected).abs().max())
             assert worst < 0.02, (
