@@ -123,12 +123,14 @@ def our_classes() -> tuple[type[Any], type[Any]]:
 
     from nibble.trtllm.attention import make_attention_class
     from nibble.trtllm.cache_engine import CacheEngine
+    from nibble.trtllm.interfaces import check_interfaces
     from nibble.trtllm.manager import make_manager_class
     from nibble.trtllm.metadata import make_metadata_class
 
     folder = os.environ.get(ENGINE_VARIABLE)
     if not folder:
         raise NibbleError(f"{ENGINE_VARIABLE} is not set; allowed: the folder of a native engine (make serve sets it)")
+    check_interfaces()
     engine = CacheEngine.load(Path(folder))
     attention = make_attention_class(AttentionBackend, make_metadata_class(AttentionMetadata))
     return attention, make_manager_class(KVCacheManager, engine, DataType.INT8)

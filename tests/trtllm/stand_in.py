@@ -59,6 +59,8 @@ class KVCacheParams:
 class LlmRequest:
     """A request: its prompt, how far it is, how much of it the scheduler gave to the coming step."""
 
+    prompt_len = context_current_position = context_chunk_size = 0  # attributes of the C++ class there
+
     def __init__(self, request_id: int, tokens: list[int]) -> None:
         self.py_request_id = request_id
         self.prompt_len = len(tokens)
@@ -216,6 +218,13 @@ class KVCacheManager:
     def get_batch_cache_indices(self, request_ids: list[int], window_size: int | None = None) -> list[list[int]]:
         return self.impl.get_batch_cache_block_ids(request_ids)
 
+    def rewind_kv_cache(self, request: LlmRequest, rewind_len: int) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_cache_size_per_token(model_config: Any, mapping: Mapping, **kwargs: Any) -> int:
+        raise NotImplementedError
+
     def shutdown(self) -> None:
         self.impl = None  # type: ignore[assignment]
 
@@ -262,6 +271,12 @@ class AttentionBackend:
         skip_create_weights_in_init: bool = False, sparse_attention_config: Any = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         self.layer_idx, self.num_heads, self.head_dim = layer_idx, num_heads, head_dim
+
+    @classmethod
+    def support_fused_rope(cls) -> bool:
+        return False
+
+    support_fused_qkv = support_mla = support_fused_rope
 
 
 class TrtllmAttention(AttentionBackend):

@@ -16,7 +16,7 @@ from torch import nn
 from nibble.errors import NibbleError
 from nibble.formats import KVFormat
 from nibble.key_transform import KeyBias, KeyTransform
-from nibble.trtllm import bootstrap
+from nibble.trtllm import bootstrap, interfaces
 from nibble.trtllm.cache_engine import CacheEngine, _check_layers
 from nibble.trtllm.install import install
 from tests.trtllm import stand_in
@@ -26,10 +26,12 @@ FILES = {
     "__init__.py": "",
     "bindings.py": "from tests.trtllm.stand_in import DataType\n",
     "_torch/__init__.py": "",
+    "_torch/metadata.py": "from tests.trtllm.stand_in import KVCacheParams\n",
     "_torch/attention_backend/__init__.py": "from .utils import get_attention_backend\n",
     "_torch/attention_backend/interface.py": "from tests.trtllm.stand_in import AttentionBackend, AttentionMetadata\n",
     "_torch/attention_backend/utils.py": "from tests.trtllm.stand_in import get_attention_backend\n",
     "_torch/pyexecutor/__init__.py": "",
+    "_torch/pyexecutor/llm_request.py": "from tests.trtllm.stand_in import LlmRequest\n",
     "_torch/pyexecutor/resource_manager.py": "from tests.trtllm.stand_in import KVCacheManager\n",
     "_torch/pyexecutor/model_engine.py": "from ..attention_backend.utils import get_attention_backend\n",
     "_torch/pyexecutor/_util.py": (
@@ -37,7 +39,8 @@ FILES = {
         "def get_kv_cache_manager_cls(model_config):\n"
         "    return KVCacheManager\n"
         "class KvCacheCreator:\n"
-        "    def __init__(self, *, model_engine, kv_cache_config, **_):\n"
+        "    def __init__(self, *, model_engine, kv_cache_config, mapping=None, speculative_config=None,\n"
+        "                 max_beam_width=1, kv_connector_manager=None):\n"
         "        self._kv_cache_manager_cls = get_kv_cache_manager_cls(model_engine.model.model_config)\n"
     ),
 }
@@ -142,6 +145,29 @@ def test_other_versions_are_refused(package: Path) -> None:
     bootstrap.arm()
     with pytest.raises(NibbleError, match=r"tensorrt_llm: got 1.3.0rc5, allowed 1.2.1"):
         imported("attention_backend.utils")
+
+
+def test_a_package_that_lacks_what_we_take_is_refused_by_name(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interfaces.main()
+    assert "has all 9 interfaces" in capsys.readouterr().out
+    manager = stand_in.KVCacheManager
+    monkeypatch.delattr(manager, "get_cache_indices")
+    monkeypatch.setattr(interfaces.inspect, "getsource", lambda _: "self.impl = self.layer_offsets = None")
+    monkeypatch.setattr(stand_in, "get_attention_backend", lambda name, sparse: None)
+    monkeypatch.delitem(sys.modules, "tensorrt_llm._torch.attention_backend.utils")
+    (package / "tensorrt_llm" / "_torch" / "metadata.py").unlink()
+    monkeypatch.delitem(sys.modules, "tensorrt_llm._torch.metadata")
+    with pytest.raises(NibbleError) as refused:
+        interfaces.check_interfaces()
+    for expected in (
+        "parameter backend_name of tensorrt_llm._torch.attention_backend.utils.get_attention_backend",
+        "member get_cache_indices of tensorrt_llm._torch.pyexecutor.resource_manager.KVCacheManager",
+        "attribute max_blocks_per_seq of tensorrt_llm._torch.pyexecutor.resource_manager.KVCacheManager",
+        "tensorrt_llm._torch.metadata.KVCacheParams (No module named",
+    ):
+        assert expected in str(refused.value)
 
 
 def test_layers_that_no_block_can_hold() -> None:
