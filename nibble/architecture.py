@@ -52,9 +52,9 @@ def read_architecture(config: dict[str, Any]) -> Architecture:
 
 def find_refusal(config: dict[str, Any]) -> str | None:
     """Why a model of this config can't have our cache, and what to use instead; None when nothing is in the way."""
-    if any(config.get(key) for key in LATENT_KEYS):
+    if latent := next((key for key in LATENT_KEYS if config.get(key)), None):
         return (
-            f"multi-head latent attention (MLA): config.json has kv_lora_rank {config.get('kv_lora_rank')}. Its cache "
+            f"multi-head latent attention (MLA): config.json has {latent} {config[latent]}. Its cache "
             "is one compressed latent a token for all heads, not K and V, and is small already. Serve it with an "
             "engine made for MLA (vLLM, SGLang, TensorRT-LLM) and a bf16 latent cache"
         )
