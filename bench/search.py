@@ -105,10 +105,12 @@ def _measure(content: dict[str, Any], subject: SearchModel, traces: list[Trace])
     if content["chosen"] is not None:
         pages = PagePolicy(content["recipe"]["sink_pages"], content["recipe"]["recent_pages"])
         jobs.append((content["chosen"], [layer["name"] for layer in content["layers"]], pages))
+    known: dict[tuple[Any, ...], list[float]] = {}  # the choice may be one of the mixes, and those a uniform format
     for target, names, policy in track(jobs, description="measuring", console=console):
-        formats = [KVFormat.named(name) for name in names]
-        by_window = [subject.kl(trace, formats, policy) for trace in traces]
-        target["kl_held_out"], target["kl_by_window"] = float(np.mean(by_window)), by_window
+        cache = (*names, policy)
+        if cache not in known:
+            known[cache] = [subject.kl(trace, [KVFormat.named(name) for name in names], policy) for trace in traces]
+        target["kl_held_out"], target["kl_by_window"] = float(np.mean(known[cache])), known[cache]
     return content
 
 
