@@ -15,6 +15,7 @@ bias of hundreds, as in Qwen2, need not be stored at all.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from nibble.balance import BasisChange
 from nibble.errors import NibbleError
 
 KEYS_FILE = "kv_keys.safetensors"
+NAME = re.compile(r"layers\.(\d+)\.[kv]\.")
 INVERSE_TOLERANCE = 1e-3  # of reader^T forward = 1
 
 
@@ -113,7 +115,10 @@ def read_key_transforms(folder: Path) -> dict[int, KeyTransform]:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise NibbleError(f"{path}: can't be read ({error}); run `make engine` again") from error
-    layers = sorted({int(name.split(".")[1]) for name in tensors})
+    found = {name: NAME.match(name) for name in tensors}
+    if unknown := next((name for name, match in found.items() if match is None), None):
+        raise NibbleError(f"{path}: got tensor {unknown!r}, allowed layers.<number>.<k or v>.<part>; build it again")
+    layers = sorted({int(match[1]) for match in found.values() if match})
     return {layer: _read_layer(path, tensors, layer) for layer in layers}
 
 

@@ -192,7 +192,7 @@ def read_manifest(engine_dir: Path) -> Manifest:
     content = _read_json(path)
     manifest = validate(Manifest, content, str(path))
     for name, expected in manifest.files.items():
-        _verify_file(engine_dir / name, expected)
+        _verify_file(engine_dir / name, expected, manifest)
     if compute_engine_hash(content) != manifest.engine_hash:
         raise NibbleError(f"{path}: engine_hash does not match its content: it was edited; run `make engine` again")
     return manifest
@@ -212,10 +212,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _verify_file(path: Path, expected: str) -> None:
+def _verify_file(path: Path, expected: str, manifest: Manifest) -> None:
     if not path.is_file():
         raise NibbleError(f"{path}: missing; run `make engine` again")
     if not os.access(path, os.R_OK):
         raise NibbleError(f"{path}: this user may not read it; as its owner: chmod -R a+rX {path.parent}")
     if file_sha256(path) != expected:
+        _name_broken_layer(path, manifest)
         raise NibbleError(f"{path}: differs from what the build wrote; run `make engine` again")
+
+
+def _name_broken_layer(path: Path, manifest: Manifest) -> None:
+    """NibbleError naming the layer, when what differs is a scale or a basis that can't be one."""
+    from nibble.key_transform import KEYS_FILE, read_key_transforms
+    from nibble.static_scales import STATIC_FILE, read_static_scales
+
+    if path.name == STATIC_FILE:
+        read_static_scales(path.parent, manifest.layer_formats())
+    elif path.name == KEYS_FILE:
+        read_key_transforms(path.parent)

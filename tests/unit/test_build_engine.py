@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from build import engine as build_engine_module
 from build import run as build_run
@@ -141,6 +141,11 @@ def test_static_scales_are_those_of_the_calibrated_ranges(tiny_llama_dir: Path, 
             assert found.scale.shape == (2, 1, 32)
             assert (found.scale[:, 0] - expected.scale).abs().max() < 1e-6
             assert (found.zero[:, 0] == expected.zero).all()
+    tensors = load_file(folder / STATIC_FILE)
+    tensors["layers.1.key.scale"] = tensors.pop("layers.1.k.scale")
+    save_file(tensors, folder / STATIC_FILE)
+    with pytest.raises(NibbleError, match=r"layer 1 K: no layers\.1\.k\.scale; run `make engine` again"):
+        read_manifest(folder)
 
 
 def test_a_second_build_is_up_to_date_and_loads_no_model(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
