@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from build.trtllm.command import build_command, flag_meanings
+from build.trtllm.llm_arguments import llm_arguments
 from build.trtllm.model_config import KV_ALGORITHM
 from build.trtllm.plan import CHECKPOINT, ENGINE, EnginePlan
 from build.trtllm.xqa import predictions
+from nibble.formats import FORMATS, SealedPageLayout
+from nibble.kernels.compiler import ARCHITECTURES
 from nibble.trtllm.container import Runner, shell_line
+
+SWITCHES = {
+    "TRTLLM_FORCE_XQA": "XQA also where KV heads times batch do not fill the GPU",
+    "TRTLLM_ENABLE_XQA_JIT": "XQA compiled for this shape where no kernel was shipped for it",
+    "TRTLLM_XQA_BLOCKS_PER_SEQUENCE": "blocks that share a long sequence in XQA",
+    "TRTLLM_ENABLE_MMHA_MULTI_BLOCK_DEBUG": "several blocks a sequence in the older MMHA kernel",
+    "TRTLLM_LOAD_KV_SCALES": "whether the PyTorch runtime reads KV scales of a checkpoint",
+}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step. command: as a person would type it, None for a step of our own code."""
+    """One step. command: as a person would type it, None for a step of our own code. text: a file, as it will be."""
 
     title: str
     words: str
     command: str | None = None
+    text: str = ""
 
 
 def engine_steps(plan: EnginePlan, runner: Runner) -> list[Step]:
-    """The steps to an engine of trtllm-build."""
-    return [*_scale_steps(plan), *_checkpoint_steps(plan), _build_step(plan, runner), _check_step(plan)]
+    """The steps to an engine of trtllm-build, and what serves it."""
+    return [
+        *_scale_steps(plan),
+        *_checkpoint_steps(plan),
+        _build_step(plan, runner),
+        _check_step(plan),
+        _serve_step(plan),
+    ]
 
 
 def pytorch_steps(plan: EnginePlan) -> list[Step]:
-    """The steps to our cache inside TensorRT-LLM's PyTorch runtime."""
+    """The steps to our cache inside TensorRT-LLM's PyTorch runtime, and what serves it."""
+    reuse = "whole blocks reused" if plan.parallel.pipeline == 1 else "no block reuse (stages run apart in time)"
     return [
         Step(
             "native engine",
@@ -43,21 +64,30 @@ def pytorch_steps(plan: EnginePlan) -> list[Step]:
         Step(
             "arguments of LLM()",
             f"llm.yaml for its PyTorch runtime: the model's Hugging Face folder as it is, {_gpus(plan)}, blocks of "
-            f"{plan.recipe.tokens_per_block} tokens (our page), whole blocks reused, no host offload, attn_backend "
-            "NIBBLE. Settings that our cache can't do are refused here and again when a worker starts.",
+            f"{plan.recipe.tokens_per_block} tokens (our page), {reuse}, no host offload, attn_backend NIBBLE. What our "
+            "cache can't do is refused here and again when a worker starts.",
+            text=yaml.safe_dump(llm_arguments(plan, Path("MODEL")), sort_keys=False),
         ),
         Step(
             "how it gets in",
             "One line in the container's site-packages (nibble_trtllm.pth) starts nibble.trtllm.bootstrap in every "
             "Python process, workers of other ranks included. It waits for TensorRT-LLM's modules and puts our "
             "attention and our KV-cache manager where they look theirs up; at start it proves that they are in use, "
-            "since TensorRT-LLM takes its own when it does not know a name, without a word.",
+            "since TensorRT-LLM takes its own when it does not know a name, without a word. Before that it looks for "
+            "every interface that it takes, and refuses a build that lacks one.",
         ),
         Step(
             "what a token takes",
             "Sealed pages lie in TensorRT-LLM's own block pool as bytes, scales inside the page. Sink, recent and open "
-            "pages lie in an fp16 pool beside it, about three pages a running sequence and those of one prefill step.",
+            "pages lie in an fp16 pool beside it, about three pages a running sequence and those of one prefill step. "
+            + _our_bytes(plan),
         ),
+        Step(
+            "decode attention",
+            f"Our kernels, compiled at first use for {', '.join(ARCHITECTURES)}; run so far on sm_90 alone (H200). "
+            "TensorRT-LLM's XQA has no part in it, nor have its switches.",
+        ),
+        _serve_step(plan),
     ]
 
 
@@ -66,6 +96,8 @@ def print_steps(console: Console, steps: list[Step]) -> None:
     for number, step in enumerate(steps, 1):
         console.print(f"[bold]{number}. {step.title}[/]", highlight=False)
         console.print(Padding(Text(step.words), (0, 0, 0, 3)))
+        for line in step.text.splitlines():
+            console.print(Text(f"   | {line}"), soft_wrap=True)
         if step.command:
             console.print(Text(f"   $ {step.command}"), soft_wrap=True)
 
@@ -130,6 +162,34 @@ def _check_step(plan: EnginePlan) -> Step:
         f"block size, paged context FMHA, batch, lengths. The manifest records it. The cache takes "
         f"{plan.bytes_per_token:,.0f} bytes a token on all ranks together.",
     )
+
+
+def _serve_step(plan: EnginePlan) -> Step:
+    """How it is started, and what its configuration follows from."""
+    parallel, is_engine = plan.parallel, plan.recipe.runtime == "tensorrt"
+    nodes = -(-parallel.world_size // parallel.gpus_per_node)
+    if parallel.world_size == 1 or (nodes == 1 and not is_engine):
+        start = "one Triton process" + ("" if parallel.world_size == 1 else ", which starts a worker a GPU itself")
+    elif nodes == 1:
+        start = f"mpirun -n {parallel.world_size}: a Triton process a GPU, of which rank 0 takes the requests"
+    else:
+        start = f"srun over {nodes} machines, {parallel.world_size} processes" + (
+            "" if is_engine else " joined by trtllm-llmapi-launch"
+        )
+    rows = [f"Started by {start}."]
+    if is_engine:
+        switch = "on" if plan.reuses_blocks else "off: the engine has no paged context FMHA"
+        rows.append(f"config.pbtxt follows config.json of the engine: block reuse and chunked context are {switch}.")
+    rows += [f"{name}={value}: {SWITCHES[name]}" for name, value in sorted(plan.recipe.environment.items())]
+    command = f"make serve MODEL={plan.model.name} KV={plan.recipe.name} HOST=trtllm"
+    return Step("serve", "\n".join(rows), command)
+
+
+def _our_bytes(plan: EnginePlan) -> str:
+    """What a sealed token takes, beside the same in fp16."""
+    layers, heads, width = (plan.config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_size"))
+    ours = layers * heads * SealedPageLayout(FORMATS[plan.recipe.cache], width).bytes_per_token
+    return f"A sealed token takes {ours:,.0f} bytes on all ranks together, {4 * layers * heads * width:,} in fp16."
 
 
 def _gpus(plan: EnginePlan) -> str:

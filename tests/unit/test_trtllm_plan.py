@@ -199,8 +199,15 @@ def test_a_dry_run_explains_every_step(kv: str, capsys: pytest.CaptureFixture[st
     build_for_trtllm(TrtllmRequest("llama-70b", kv, tag="26.07", is_dry_run=True), make_limits, refuse, console)
     shown = capsys.readouterr().out
     assert "DRY_RUN=1: nothing was written or run" in shown
-    wanted = "nibble_trtllm.pth" if kv in ("int4", "k8v4") else "trtllm-build --checkpoint_dir"
-    assert wanted in shown and "${" not in shown
+    wanted = {
+        "int8": ["mpirun -n 4", "TRTLLM_FORCE_XQA=1: XQA also", "block reuse and chunked context are off", "XQA HMMA"],
+        "fp8": ["takes 163,840 bytes", "block reuse and chunked context are off", "XQA QGMMA"],
+        "fp16": ["takes 327,680 bytes", "block reuse and chunked context are on"],
+        "int4": ["takes 89,600 bytes", "   | attn_backend: NIBBLE", "starts a worker a GPU itself", "sm_90a"],
+        "k8v4": ["takes 130,560 bytes", "327,680 in fp16"],
+    }[kv]
+    wanted += ["nibble_trtllm.pth"] if kv in ("int4", "k8v4") else ["trtllm-build --checkpoint_dir"]
+    assert [part for part in wanted if part not in shown] == [] and "${" not in shown
     assert not (ROOT / "engines" / "llama-70b" / f"{kv}-trtllm").exists()
 
 
