@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from eval.environment import current_commit, describe_machine
+from bench.serving_engine import measured_commit
+from eval.environment import describe_machine
 from nibble.atomic import write_text
 from nibble.formats import PAGE_TOKENS
 from nibble.stage import run_stage
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "cases": [time_case(batch, context, device) for batch, context in CASES],
         "machine": describe_machine(),
         "versions": versions(),
-        "commit": current_commit(),
+        "commit": measured_commit(),
     }
     write_text(arguments.out, json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))

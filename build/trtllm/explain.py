@@ -64,8 +64,8 @@ def pytorch_steps(plan: EnginePlan) -> list[Step]:
         Step(
             "arguments of LLM()",
             f"llm.yaml for its PyTorch runtime: the model's Hugging Face folder as it is, {_gpus(plan)}, blocks of "
-            f"{plan.recipe.tokens_per_block} tokens (our page), {reuse}, no host offload, attn_backend NIBBLE. What our "
-            "cache can't do is refused here and again when a worker starts.",
+            f"{plan.recipe.tokens_per_block} tokens (our page), {reuse}, no host offload, attn_backend NIBBLE. What "
+            "our cache can't do is refused here and again when a worker starts.",
             text=yaml.safe_dump(llm_arguments(plan, Path("MODEL")), sort_keys=False),
         ),
         Step(
