@@ -117,6 +117,17 @@ class Executor:
             self._replay(check) if graph else self._run(batch, check)
             self.manager.ledger.check_integrity()
 
+    def warm_up(self, batch: int, tokens: int) -> None:
+        """As before a capture: a dummy as long as sequences may be, then those of one token, none of them prefilled."""
+        dummies = self.manager.add_dummy_requests(list(range(batch)), [tokens] + [1] * (batch - 1))
+        spans = [(dummy, len(dummy.tokens) - 1, len(dummy.tokens)) for dummy in dummies]
+        graph = self.graphs.setdefault(batch, Graph(self, batch))
+        self._fill(graph.metadata, spans, 0)
+        graph.run([self._inputs(layer, spans) for layer in range(self.model.layers)])
+        for dummy in dummies:
+            self.manager.free_resources(dummy)
+        self.manager.ledger.check_integrity()
+
     def finish(self, request_id: int) -> None:
         request = self.running.pop(request_id)
         request.tokens.append(0)  # sampled, never written

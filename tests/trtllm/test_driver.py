@@ -86,6 +86,17 @@ def test_a_basis_of_k_and_bfloat16(device: str) -> None:
     executor.generate(6, graph=True)
 
 
+def test_graphs_that_were_captured_on_dummies(device: str) -> None:
+    """Pages that no dummy ever wrote are read in the warm-up; the graphs then serve requests with the same ids."""
+    executor = make_executor(device)
+    for batch in (1, 2):
+        executor.warm_up(batch, 700)
+    for request in range(2):
+        executor.submit(request, prompt(250, request))
+    executor.prefill(0, 1)
+    executor.generate(8, graph=True)
+
+
 def test_a_prefix_is_reused_and_changes_nothing(device: str) -> None:
     """The second request takes over whole pages of the first one's prompt and answer; outputs are the oracle's."""
     executor = make_executor(device)
