@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS
 from nibble.trtllm.page_ledger import Row
 from nibble.trtllm.step_plan import SequenceStep, StepPlan
@@ -28,8 +29,9 @@ def make_metadata_class(base: type[Any]) -> type[Any]:
         def prepare(self) -> None:
             """Plan the step and fill the tables. Called by the executor before each forward pass."""
             super().prepare()
-            assert self.tables is not None
             manager = self.kv_cache_manager
+            if self.tables is None:
+                raise NibbleError("KV cache on TensorRT-LLM: got a pass without a cache, allowed with ours only")
             sequences = _sequences(self)
             plan = manager.planner.plan(sequences)
             chunks = sequences[: self.num_contexts]
