@@ -89,11 +89,18 @@ def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
         report = _report(request, subjects, measured, created, time.monotonic() - started)
         files: dict[str, str | Path] = {
             "report.json": report.model_dump_json(indent=2) + "\n",
-            "report.html": render_html(report, measured.positions, latest_reports(results_root(), request.names[0])),
+            "report.html": _page(request, subjects, measured, report),
             "positions.jsonl": partial.path,
             "answers.jsonl": partial.answers.path,
         }
         return report, store_run(results_dir(*request.names), created, files)
+
+
+def _page(request: EvalRequest, subjects: Subjects, measured: Measured, report: Report) -> str:
+    manifest = subjects.quantized.manifest
+    assert manifest is not None  # every loaded engine has one
+    others = latest_reports(results_root(), request.names[0])
+    return render_html(report, measured.positions, others, manifest.kv.recipe.certificate)
 
 
 def _prepare(request: EvalRequest, console: Console) -> Subjects:

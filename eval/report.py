@@ -11,12 +11,23 @@ from eval import plots, plots_grid
 from eval.figures import comparison_rows, headings, interval_text, nats
 from eval.measures import PositionMeasures
 from eval.records import Report
+from eval.verdict import explain, judge_report
+from nibble.recipes import CertificateRecipe
 
 TEMPLATE = "report.html.j2"
 
 
-def render_html(report: Report, measured: list[PositionMeasures], others: list[Report] | None = None) -> str:
-    """The page as text. `measured`: every window's positions, for the plots. others: runs of the model's formats."""
+def render_html(
+    report: Report,
+    measured: list[PositionMeasures],
+    others: list[Report] | None = None,
+    thresholds: CertificateRecipe | None = None,
+) -> str:
+    """The page as text.
+
+    measured: every window's positions, for the plots. others: runs of the model's formats. thresholds: judge by these.
+    """
+    judged = judge_report(report, thresholds) if thresholds else []
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -31,6 +42,8 @@ def render_html(report: Report, measured: list[PositionMeasures], others: list[R
         headings=headings(report),
         comparison=comparison_rows(report),
         provenance=_provenance(report),
+        judged=judged,
+        reasons=explain(report, judged, thresholds) if thresholds else [],
     )
 
 

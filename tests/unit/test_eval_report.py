@@ -42,6 +42,7 @@ from eval.windows import Window
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS
 from nibble.paths import REPOSITORY_ROOT
+from nibble.recipes import CertificateRecipe
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 SCREENSHOT = REPOSITORY_ROOT / "results" / "report-screenshot.png"
@@ -114,7 +115,7 @@ def make_report(kv: str, kl: float, bytes_per_token: float) -> tuple[Report, lis
 @pytest.fixture(scope="module")
 def page() -> str:
     report, measured = make_report("int4", 0.001, 6480.0)
-    return render_html(report, measured, [make_report("int8", 0.00001, 12240.0)[0]])
+    return render_html(report, measured, [make_report("int8", 0.00001, 12240.0)[0]], CertificateRecipe())
 
 
 def test_the_page_has_every_plot_and_needs_nothing_else(page: str) -> None:
@@ -122,8 +123,19 @@ def test_the_page_has_every_plot_and_needs_nothing_else(page: str) -> None:
     assert "int8" in page
     assert "perplexity (word, as lm-eval)" in page
     assert "task copy: 8 documents, 1 flips, same text 90%" in page
+    assert 'recipe: <span class="same">passed' in page
     assert "ms to the next token, 8 streams: p50, p99 of 248" in page
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", page)
+
+
+def test_the_page_of_a_bad_engine_says_what_is_past_its_threshold_and_where_it_starts() -> None:
+    report, measured = make_report("int4", 0.1, 6480.0)
+    assert report.layers is not None
+    report.layers.layers[3] = report.layers.layers[3].model_copy(update={"ratio": 9.0, "page_ratios": [1.0, 9.0]})
+    page = render_html(report, measured, [], CertificateRecipe())
+    assert 'recipe: <span class="failed">failed' in page
+    assert "mean KL: got 0.1" in page
+    assert "it starts in layer 3 (int4), at position 256" in page
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no headless Chromium on this machine")

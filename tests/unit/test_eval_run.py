@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from eval.subjects import Subjects, check_request, require_engine
 from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat
 from nibble.models import load_model, load_tokenizer
-from nibble.recipes import recipe_names
+from nibble.recipes import CertificateRecipe, recipe_names
 from nibble.runtime import Engine, EngineLimits, SamplingParams
 from nibble.runtime.cache import CacheSpec
 from nibble.runtime.engine import EngineOrigin
@@ -48,6 +49,10 @@ SUMMARY_FIELDS = [
 @dataclass(frozen=True)
 class FakeManifest:
     engine_hash: str
+
+    @property
+    def kv(self) -> SimpleNamespace:
+        return SimpleNamespace(recipe=SimpleNamespace(certificate=CertificateRecipe()))
 
 
 def tiny_engine(folder: Path, kv: str) -> Engine:
