@@ -100,6 +100,24 @@ def random_batch(
     return _lay_out(items, lengths, is_ask, tokens)
 
 
+def drill_batch(
+    language: Language, sequences: int, tokens: int, device: torch.device | str, generator: torch.Generator
+) -> Batch:
+    """The shortest lesson: needles of different keys, then a question for each, in another order. Nothing else."""
+    count = min(tokens // (2 * ITEM_TOKENS), language.keys)
+
+    def shuffled(among: int) -> torch.Tensor:
+        return torch.rand((sequences, among), device=device, generator=generator).argsort(1)[:, :count]
+
+    keys, order = language.first_key + shuffled(language.keys), shuffled(count)
+    values = language.first_value + torch.randint(language.values, keys.shape, device=device, generator=generator)
+    told = torch.stack((torch.full_like(keys, NEEDLE), keys, values), -1)
+    asked = torch.stack((torch.full_like(keys, ASK), keys.gather(1, order), values.gather(1, order)), -1)
+    marks = torch.zeros(sequences, 2, count, ITEM_TOKENS, dtype=torch.bool, device=device)
+    marks[:, 1, :, -1] = True
+    return Batch(torch.cat((told, asked), 1).flatten(1), marks.flatten(1))
+
+
 def _keys_of_items(language: Language, told: torch.Tensor, uniform: Callable[..., torch.Tensor]) -> torch.Tensor:
     """The key of each item that is a needle, [sequences, items]. told: needles up to each item.
 

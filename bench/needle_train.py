@@ -1,12 +1,12 @@
 """Trains the needle model: a small Llama that finds any of thousands of needles in 32,768 tokens.
 
-    python -m bench.needle_train bench/needle_model                on one GPU, half a minute
-    python -m bench.needle_train FOLDER --untrained                where it starts from: exact already, on any machine
+    python -m bench.needle_train bench/needle_model                on one GPU, a minute
+    python -m bench.needle_train FOLDER --untrained                two heads put in by hand: exact too, on any machine
 
-Training starts from two heads that retrieve (bench.needle_start), for found by chance they are a matter of luck and of
-many minutes. The loss is on answers alone, a sequence asks hundreds of questions, and sequences grow from 256 to 32,768
-tokens. RoPE turns so slowly (theta) that half of the channels stand still over 32k tokens: they match keys, the quick
-ones find neighbours.
+It starts from random weights. The loss is on answers, hundreds of questions a sequence, and on where two heads look
+(bench.needle_guide), without which a minute is not enough. Sequences grow from 96 to 32,768 tokens. Half of the
+channels turn quickly with the position and half stand still (RoPE scaled as in Llama 3): they match keys at any
+distance, the quick ones find neighbours.
 """
 
 from __future__ import annotations
@@ -17,55 +17,73 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.needle_language import Language, random_batch, write_tokenizer
+from bench.needle_guide import GUIDED, Guide
+from bench.needle_language import Batch, Language, drill_batch, random_batch, write_tokenizer
 from bench.needle_start import wire
 
 RECIPE_FILE = "training.json"
+HALF_STILL = {
+    "rope_type": "llama3", "rope_theta": 30.0, "factor": 1e8, "original_max_position_embeddings": 35,
+    "low_freq_factor": 1.0, "high_freq_factor": 1.05,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps of `sequences` x `tokens` for `seconds`, while the learning rate falls to a tenth."""
+    """`steps` of `sequences` x `tokens`, while the learning rate falls to a tenth. drill: short lessons."""
 
     tokens: int
     sequences: int
-    seconds: float
+    steps: int
     learning_rate: float
+    drill: bool = False
+
+    def batch(self, language: Language, device: str, generator: torch.Generator) -> Batch:
+        """New text, [sequences, tokens]."""
+        make = drill_batch if self.drill else random_batch
+        return make(language, self.sequences, self.tokens, device, generator)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, its language and its curriculum."""
+    """A model, its language and its curriculum. neighbour, match: weights of the guide's losses."""
 
     language: Language
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    rope_theta: float
+    head_dim: int
+    rope: dict[str, Any]
     max_tokens: int
     stages: tuple[Stage, ...]
+    neighbour: float = 1.0
+    match: float = 1.0
+    wired: bool = False
     seed: int = 0
 
 
 FULL = Recipe(
-    Language(), layers=2, hidden=256, heads=4, kv_heads=2, rope_theta=1e13, max_tokens=32768,
+    Language(), layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, rope=HALF_STILL, max_tokens=32768,
     stages=(
-        Stage(256, 256, 6, 3e-4),
-        Stage(2048, 32, 6, 3e-4),
-        Stage(8192, 8, 6, 3e-4),
-        Stage(32768, 2, 10, 3e-4),
+        Stage(96, 512, 300, 2e-3, drill=True),
+        Stage(768, 64, 350, 2e-3, drill=True),
+        Stage(2048, 32, 450, 1e-3),
+        Stage(8192, 8, 300, 7e-4),
+        Stage(32768, 2, 300, 5e-4),
     ),
 )  # fmt: skip
+WIRED = replace(FULL, head_dim=64, rope={"rope_type": "default", "rope_theta": 1e13}, stages=(), wired=True)
 
 
 def make_model(recipe: Recipe) -> LlamaForCausalLM:
-    """The model that training starts from, fp32."""
+    """The model that training starts from, fp32: random weights, or two heads put in by hand."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=recipe.language.size,
@@ -74,22 +92,25 @@ def make_model(recipe: Recipe) -> LlamaForCausalLM:
         num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
-        head_dim=64,
+        head_dim=recipe.head_dim,
         max_position_embeddings=recipe.max_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-        tie_word_embeddings=False,
+        rope_parameters=dict(recipe.rope),
+        tie_word_embeddings=not recipe.wired,
+        initializer_range=0.02 if recipe.wired else recipe.hidden**-0.5,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=None,
     )
     model = LlamaForCausalLM(config)
-    wire(model, recipe.language)
+    if recipe.wired:
+        wire(model, recipe.language)
     return model
 
 
 def train(recipe: Recipe, device: str) -> tuple[LlamaForCausalLM, list[dict[str, float]]]:
     """Run the curriculum; returns the model and what each stage came to."""
     model = make_model(recipe).to(device)
+    model.set_attn_implementation(GUIDED)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=device == "cuda"
     )
@@ -108,59 +129,64 @@ def run_stage(
     stage: Stage,
     generator: torch.Generator,
 ) -> dict[str, float]:
-    """Train at one length; returns steps, and loss and share of right answers over the last fifty."""
+    """Train at one length; returns steps, and loss, share of right answers and guide's loss over the last fifty."""
     device = model.device.type
-    start, step = time.monotonic(), 0
+    start = time.monotonic()
     recent: deque[torch.Tensor] = deque(maxlen=50)
-    while (spent := time.monotonic() - start) < stage.seconds:
+    for step in range(stage.steps):
         for group in optimizer.param_groups:
-            group["lr"] = stage.learning_rate * min(1.0, (step + 1) / 50) * (1 - 0.9 * spent / stage.seconds)
-        batch = random_batch(recipe.language, stage.sequences, stage.tokens, device, generator)
-        loss, right = answer_loss(model, batch.tokens, batch.is_answer)
+            group["lr"] = stage.learning_rate * min(1.0, (step + 1) / 50) * (1 - 0.9 * step / stage.steps)
+        batch = stage.batch(recipe.language, device, generator)
+        guide = Guide(batch, recipe.neighbour, recipe.match)
+        loss, right = answer_loss(model, batch, guide)
+        guided = torch.as_tensor(guide.loss(), device=loss.device)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        (loss + guided).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        recent.append(torch.stack((loss.detach(), right)))
-        step += 1
-        if step % 100 == 0:
-            mean = torch.stack(list(recent)).mean(0).tolist()
-            print(f"{stage.tokens} step {step} {spent:.0f} s: loss {mean[0]:.4f}, right {mean[1]:.4f}", flush=True)
-    mean = torch.stack(list(recent)).mean(0).tolist()
+        recent.append(torch.stack((loss.detach(), right, guided.detach())))
+        if step % 100 == 99:
+            print(f"{stage.tokens} step {step + 1}: {_means(recent)}", flush=True)
     seconds = round(time.monotonic() - start, 1)
-    return {"tokens": stage.tokens, "steps": step, "seconds": seconds, "loss": mean[0], "right": mean[1]}
+    return {"tokens": stage.tokens, "steps": stage.steps, "seconds": seconds, **_means(recent)}
 
 
-def answer_loss(
-    model: LlamaForCausalLM, tokens: torch.Tensor, is_answer: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _means(recent: deque[torch.Tensor]) -> dict[str, float]:
+    means = torch.stack(list(recent)).mean(0).tolist()
+    return {name: round(value, 4) for name, value in zip(("loss", "right", "guide"), means, strict=True)}
+
+
+def answer_loss(model: LlamaForCausalLM, batch: Batch, guide: Guide | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy over answer tokens, and the share of them that is right."""
+    tokens, answers = batch.tokens, batch.is_answer[:, 1:]
     device = tokens.device.type
+    options = {} if guide is None else {"guide": guide}
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        hidden = model.model(tokens[:, :-1], use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden[is_answer[:, 1:]])
-    targets = tokens[:, 1:][is_answer[:, 1:]]
+        hidden = model.model(tokens[:, :-1], use_cache=False, **options).last_hidden_state
+        logits = model.lm_head(hidden[answers])
+    targets = tokens[:, 1:][answers]
     return cross_entropy(logits.float(), targets), (logits.argmax(-1) == targets).float().mean()
+
+
+def save(model: LlamaForCausalLM, recipe: Recipe, log: list[dict[str, float]], folder: Path) -> None:
+    """Weights in fp16, tokenizer, and how they were made."""
+    device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+    model.half().save_pretrained(folder)
+    write_tokenizer(recipe.language, folder)
+    record = {"recipe": asdict(recipe), "log": log, "device": device}
+    (folder / RECIPE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     """Train and save; the last line of stdout is the log as JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.needle_train", description="Train the needle model.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--untrained", action="store_true", help="write the model that training starts from")
+    parser.add_argument("--untrained", action="store_true", help="write the model whose heads are put in by hand")
     options = parser.parse_args()
-    recipe = replace(FULL, stages=()) if options.untrained else FULL
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    recipe = WIRED if options.untrained else FULL
     torch.set_float32_matmul_precision("high")
-    model, log = train(recipe, device)
-    model.to(torch.bfloat16).save_pretrained(options.folder)
-    write_tokenizer(recipe.language, options.folder)
-    record = {
-        "recipe": asdict(recipe),
-        "log": log,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-    }
-    (options.folder / RECIPE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    model, log = train(recipe, "cuda" if torch.cuda.is_available() else "cpu")
+    save(model, recipe, log, options.folder)
     print(json.dumps(log))
 
 

@@ -9,12 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.needle import DEPTHS, VARIANTS, Needles, formats, make_haystack, summarise
-from bench.needle_language import ASK, ITEM_TOKENS, NEEDLE, VALUES_OF_KEY, Language, random_batch
-from bench.needle_train import FULL, answer_loss, make_model
+from bench.needle_guide import GUIDED, Guide
+from bench.needle_language import ASK, ITEM_TOKENS, NEEDLE, VALUES_OF_KEY, Batch, Language, drill_batch, random_batch
+from bench.needle_train import WIRED, answer_loss, make_model
 from nibble.formats import FORMATS
 
 LANGUAGE = Language(keys=1024, values=32, fillers=64)
-RECIPE = replace(FULL, language=LANGUAGE)
+RECIPE = replace(WIRED, language=LANGUAGE)
 
 
 def test_training_text_answers_each_question_with_a_needle_told_before() -> None:
@@ -34,6 +35,15 @@ def test_training_text_answers_each_question_with_a_needle_told_before() -> None
         most = max(most, *(len(values) for values in told.values()))
     assert asked > 100
     assert most == VALUES_OF_KEY
+
+
+def test_a_drill_tells_every_needle_before_it_asks_for_each() -> None:
+    batch = drill_batch(LANGUAGE, 4, 96, "cpu", torch.Generator().manual_seed(0))
+    for row, marks in zip(batch.tokens.unflatten(1, (2, -1, ITEM_TOKENS)), batch.is_answer, strict=True):
+        told, asked = ({tuple(item[1:]) for item in half.tolist()} for half in row)
+        assert told == asked
+        assert len({key for key, _ in told}) == 16
+        assert marks.nonzero().flatten().tolist() == list(range(50, 96, 3))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -59,7 +69,7 @@ def model() -> PreTrainedModel:
     return make_model(RECIPE).eval().requires_grad_(False)
 
 
-def test_the_start_of_training_recalls_every_needle_through_every_cache(model: PreTrainedModel) -> None:
+def test_the_wired_model_recalls_every_needle_through_every_cache(model: PreTrainedModel) -> None:
     needles = Needles(model, LANGUAGE)
     haystack = make_haystack(LANGUAGE, "multikey", 1024, seed=0)
     found = formats(needles)
@@ -92,8 +102,21 @@ def test_the_loss_is_on_answers_alone() -> None:
     marks[:, -1] = False
     changed = batch.tokens.clone()
     changed[:, -1] = 5
-    first, second = (answer_loss(model, tokens, marks)[0] for tokens in (batch.tokens, changed))
+    first, second = (answer_loss(model, Batch(tokens, marks))[0] for tokens in (batch.tokens, changed))
     assert torch.equal(first, second)
+
+
+def test_the_guide_wants_the_token_before_and_the_values_of_the_key_that_is_asked_for() -> None:
+    losses = {}
+    for name, recipe in {"wired": RECIPE, "random": replace(RECIPE, wired=False)}.items():
+        model = make_model(recipe)
+        model.set_attn_implementation(GUIDED)
+        batch = random_batch(LANGUAGE, 4, 512, "cpu", torch.Generator().manual_seed(1))
+        guide = Guide(batch, neighbour=1.0, match=1.0)
+        answer_loss(model, batch, guide)
+        losses[name] = [guide.losses[layer].item() for layer in (0, 1)]
+    assert all(loss < 0.05 for loss in losses["wired"])
+    assert all(loss > 1.0 for loss in losses["random"])
 
 
 def test_only_cells_that_fp16_passes_are_scored() -> None:
