@@ -3,6 +3,7 @@ token, closed loops of clients; for each KV format, with dummy weights.
 
     python -m bench.serving --model llama-8b --kv fp16 int4                 # into bench/results/serving.json
     python -m bench.serving --kv int8 --only step                           # beside the records that are there
+    python -m bench.serving --model llama-70b --gpus 2 --only capacity      # tensor parallel, a process a GPU
     python -m bench.serving_plot                                            # docs/serving.png from the records
 
     step       decode steps at a batch and a context, beside the time that reading weights and cache would take
@@ -20,6 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -33,11 +37,13 @@ from bench.serving_load import ENDLESS, free_memory, measure_equal_memory, measu
 from bench.serving_records import Bench, Record, percentile
 from nibble.formats import FORMATS
 from nibble.runtime import Engine, EngineLimits, SamplingParams
+from nibble.runtime.parallel import join
+from nibble.runtime.shards import WHOLE, Shards
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 STEPS = [(1, 8192), (8, 8192), (64, 1024), (64, 8192)]  # batch, context
 CAPACITY_CONTEXT = 32768
-MOST_RUNNING = {"llama-8b": 128, "llama-70b": 32}  # at that context: more than fit, so that memory is what counts
+MOST_RUNNING = {"llama-8b": 128, "llama-70b": 32}  # a GPU at that context: more than fit, so that memory counts
 TIMED_STEPS = 48
 
 
@@ -75,7 +81,7 @@ def measure_batch(bench: Bench, section: str, engine: Engine, **extra: int) -> R
     torch.cuda.reset_peak_memory_stats()
     contexts = [len(sequence.tokens) + TIMED_STEPS // 2 for sequence in engine.scheduler.running]
     times = time_steps(engine, TIMED_STEPS)
-    read = bench.weights.num_bytes + cache_bytes_read(engine.spec, contexts)
+    read = bench.weights.num_bytes + cache_bytes_read(engine.spec, contexts) // bench.weights.shards.size
     graph_ms = time_graph(engine)
     step_ms = statistics.mean(times)
     return bench.record(
@@ -107,7 +113,7 @@ def measure_steps(bench: Bench, kv: str) -> Iterator[Record]:
 
 def measure_capacity(bench: Bench, kv: str, most_fp16: int | None) -> Iterator[Record]:
     """The most requests of a long context, and the step there; for other formats also at twice fp16's most."""
-    most = MOST_RUNNING[bench.model]
+    most = MOST_RUNNING[bench.model] * bench.weights.shards.size
     limits = EngineLimits(max_context=CAPACITY_CONTEXT + 1024, max_running=most, chunk_tokens=4096)
     engine = make_engine(bench.weights, kv, limits)
     counts = [most] if most_fp16 is None else [most_fp16, 2 * most_fp16, most]
@@ -163,11 +169,11 @@ def measure(bench: Bench, formats: list[str], sections: list[str]) -> Iterator[R
 
 
 def _records_to_keep(
-    path: Path, model: str, kind: str, formats: list[str], sections: list[str]
+    path: Path, model: str, kind: str, gpus: int, formats: list[str], sections: list[str]
 ) -> list[dict[str, object]]:
     """Records of earlier runs that this one does not measure again."""
     records = json.loads(path.read_text()) if path.is_file() else []
-    measured = {"model": [model], "weights": [f"{kind} dummy"], "kv": formats, "section": sections}
+    measured = {"model": [model], "weights": [f"{kind} dummy"], "gpus": [gpus], "kv": formats, "section": sections}
     return [r for r in records if any(r[key] not in values for key, values in measured.items())]
 
 
@@ -176,19 +182,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--weights", default="bf16", choices=["bf16", "fp8"])
+    parser.add_argument("--gpus", type=int, default=1, help="tensor parallel over so many")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--address", default="", help=argparse.SUPPRESS)
     parser.add_argument("--kv", nargs="*", default=["fp16", "int8", "k8v4", "int4"], choices=list(FORMATS))
     parser.add_argument("--only", nargs="*", default=["step", "capacity", *LOADS])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     model, kind = options.model, options.weights
-    ceiling = read_bandwidth() * 1e12
-    bench = Bench(model, kind, dummy_weights(model, kind), ceiling, measured_commit())
-    kept = _records_to_keep(options.out, model, kind, options.kv, options.only)
+    shards = join_ranks(options.gpus, options.rank, options.address)
+    weights = dummy_weights(model, kind, shards)
+    ceiling = read_bandwidth() * 1e12 if shards.rank == 0 else 1.0  # the first writes the records
+    bench = Bench(model, kind, weights, ceiling, measured_commit())
+    kept = _records_to_keep(options.out, model, kind, options.gpus, options.kv, options.only)
     records = []
     for record in measure(bench, options.kv, options.only):
         records.append(asdict(record))
-        options.out.write_text(json.dumps(kept + records, indent=1) + "\n")
-    print(json.dumps({"read_tbps": round(ceiling / 1e12, 3), "records": len(records), "results": str(options.out)}))
+        if shards.rank == 0:
+            options.out.write_text(json.dumps(kept + records, indent=1) + "\n")
+    if shards.rank == 0:
+        read = round(bench.ceiling / 1e12, 3)
+        print(json.dumps({"read_tbps": read, "records": len(records), "results": str(options.out)}))
+
+
+def join_ranks(gpus: int, rank: int, address: str) -> Shards:
+    """This process among those of `gpus`; the first starts the others with its own options. Each does all the work in
+    step with the others: what a scheduler decides depends on requests and tokens alone."""
+    if gpus == 1:
+        return WHOLE
+    if rank == 0:
+        address = f"file://{tempfile.mkdtemp()}/meeting"
+        for other in range(1, gpus):
+            options = ["--rank", str(other), "--address", address]
+            subprocess.Popen([sys.executable, "-m", "bench.serving", *sys.argv[1:], *options], stdout=sys.stderr)
+    torch.cuda.set_device(rank)
+    return join(rank, gpus, address)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ from nibble.kernels.layout import seal_pages_for_cuda
 from nibble.key_transform import KeyTransform
 from nibble.runtime import Engine, EngineLimits, SamplingParams
 from nibble.runtime.cache import CacheSpec, PoolSizes
-from nibble.runtime.decoder_weights import DecoderWeights
+from nibble.runtime.decoder_weights import DecoderShape, DecoderWeights
 from nibble.runtime.sampler import Sampled
 from nibble.runtime.sequence import Sequence
+from nibble.runtime.shards import WHOLE, Shards
 from nibble.runtime.step import Span, Step
 from nibble.runtime.weight_sources import DummyWeights
 from nibble.visibility import PagePolicy
@@ -60,16 +61,19 @@ def measured_commit() -> str:
     )
 
 
-def dummy_weights(model: str, kind: str = "bf16") -> DecoderWeights:
-    """Random weights of a model's shape on the GPU. kind: bf16, or fp8 for projections in e4m3."""
+def dummy_weights(model: str, kind: str = "bf16", shards: Shards = WHOLE) -> DecoderWeights:
+    """Random weights of a model's shape, or a rank's part of them, on its GPU. kind: bf16, or fp8 for projections in
+    e4m3."""
     config = read_model_config(model)
-    device, layers = torch.device("cuda"), range(config.num_hidden_layers)
-    return DecoderWeights.read(config, DummyWeights(config), torch.bfloat16, device, fp8=kind == "fp8", rotated=layers)
+    device, layers = torch.device("cuda", shards.rank), range(config.num_hidden_layers)
+    return DecoderWeights.read(
+        config, DummyWeights(config), torch.bfloat16, device, shards, fp8=kind == "fp8", rotated=layers
+    )
 
 
 def make_spec(weights: DecoderWeights, kv: str) -> CacheSpec:
     """The cache of a shipped format; 4-bit K is stored in a basis, as in a built engine."""
-    shape, layers = weights.shape, len(weights.layers)
+    shape, layers = DecoderShape.of(weights.config), len(weights.layers)
     transforms = {}
     if FORMATS[kv].k.bits == 4:
         random = torch.randn(shape.kv_heads, shape.head_dim, shape.head_dim, generator=torch.Generator().manual_seed(0))

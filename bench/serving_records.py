@@ -16,7 +16,7 @@ class Record:
 
     tpot: of a request, the mean time between its tokens; itl: between two tokens of any request. max_running: requests
     that fit. roofline_ratio: a step's time over that of reading weights and cache once. host_share: of a step, what the
-    device does not work. chunk_tokens: of a prompt in a step.
+    device does not work. chunk_tokens: of a prompt in a step. weight_bytes, peak_bytes: of one GPU.
     """
 
     section: str
@@ -64,7 +64,7 @@ class Bench:
             "model": self.model,
             "weights": f"{self.kind} dummy",
             "kv": engine.kv_name,
-            "gpus": 1,
+            "gpus": self.weights.shards.size,
             "chunk_tokens": engine.limits.step_tokens,
             "kv_bytes": engine.pool_sizes.bytes(engine.spec),
             "weight_bytes": self.weights.num_bytes,
@@ -76,7 +76,8 @@ class Bench:
         rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()}
         record = Record(**{**fixed, **rounded})  # type: ignore[arg-type]
         shown = {key: value for key, value in asdict(record).items() if key in values or key in ("section", "kv")}
-        print(shown, flush=True)
+        if self.weights.shards.rank == 0:
+            print(shown, flush=True)
         return record
 
 

@@ -34,14 +34,12 @@ class Decoder:
             if index in spec.rotated_layers:
                 weights.rotate_values(index)
             basis = None if transform is None else transform.to(device).basis
-            heads.append(HeadWeights(layer.q_norm, layer.k_norm, basis))
+            heads.append(HeadWeights(weights.ropes[index], layer.q_norm, layer.k_norm, basis))
         layout = HeadLayout(
             shape.q_heads,
             shape.kv_heads,
             shape.head_dim,
-            torch.bfloat16 if weights.norm.dtype is torch.bfloat16 else torch.float16,
-            weights.frequencies,
-            weights.rope_scaling,
+            torch.bfloat16 if weights.embedding.dtype is torch.bfloat16 else torch.float16,
             shape.norm_epsilon,
         )
         return cls(weights, backend, layout, tuple(heads))
@@ -50,13 +48,16 @@ class Decoder:
         """Write the step's K and V, attend, and give what the head reads: [tokens, hidden]."""
         weights, epsilon = self.weights, self.layout.norm_epsilon
         x = embedding(step.token_ids, weights.embedding)
+        if weights.shape.embedding_scale != 1:
+            x *= torch.tensor(weights.shape.embedding_scale, dtype=x.dtype)
         x, residual = add_and_norm(x, None, weights.layers[0].input_norm, epsilon)
         next_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
         for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
             x = self._attend(index, layer, x, step)
-            x, residual = add_and_norm(x, residual, layer.inner_norm, epsilon)
-            x = weights.shards.add_up(multiply_in_parts(multiply_gated(x, layer.gate_up), layer.down))
-            x, residual = add_and_norm(x, residual, next_norm, epsilon)
+            x, residual = add_and_norm(x, residual, layer.inner_norm, epsilon, layer.attended_norm)
+            x = multiply_gated(x, layer.gate_up, weights.shape.activation)
+            x = weights.shards.add_up(multiply_in_parts(x, layer.down))
+            x, residual = add_and_norm(x, residual, next_norm, epsilon, layer.mlp_norm)
         return x
 
     def logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -69,5 +70,5 @@ class Decoder:
         q = split_heads(qkv, step.positions, self.layout, self.heads[index], new)
         self.backend.seal(index, step)
         window = self.weights.shape.windows[index]
-        attended = self.backend.attend(index, q, step, self.layout.head_dim**-0.5, window)
+        attended = self.backend.attend(index, q, step, self.weights.shape.softmax_scale, window)
         return self.weights.shards.add_up(multiply_in_parts(attended.flatten(1).to(x.dtype), layer.out))

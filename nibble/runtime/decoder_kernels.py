@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nibble.runtime.decoder_ops import HeadLayout, HeadWeights, NewTokens
+from nibble.runtime.decoder_ops import SILU, HeadLayout, HeadWeights, NewTokens
 
 GATE_BLOCK = 1024
 VOCABULARY_BLOCK = 16384
@@ -34,7 +34,7 @@ def add_parts(source, part_stride, mask, PARTS: tl.constexpr):
 
 @triton.jit
 def add_and_norm_kernel(
-    x, residual, weight, out, total, part_stride, hidden, epsilon,
+    x, residual, inner, weight, out, total, part_stride, hidden, epsilon,
     PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens."""
@@ -48,6 +48,10 @@ def add_and_norm_kernel(
     value = add_parts(x + row + at, part_stride, inside, PARTS)
     if HAS_RESIDUAL:
         value = value.to(total.dtype.element_ty).to(tl.float32)
+        if inner is not None:
+            value *= tl.rsqrt(tl.sum(value * value, 0) / hidden + epsilon)
+            value *= tl.load(inner + at, mask=inside, other=0.0).to(tl.float32)
+            value = value.to(total.dtype.element_ty).to(tl.float32)
         value += tl.load(residual + row + at, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row + at, rounded, mask=inside)
@@ -57,7 +61,17 @@ def add_and_norm_kernel(
 
 
 @triton.jit
-def gate_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def activate(x, IS_SILU: tl.constexpr):
+    """silu, or gelu by its tanh; fp32."""
+    if IS_SILU:
+        x = x / (1.0 + tl.exp(-x))
+    else:
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))  # (1 + tanh y) / 2 = 1 / (1 + e^-2y)
+    return x
+
+
+@triton.jit
+def gate_kernel(gate_up, out, width, BLOCK: tl.constexpr, IS_SILU: tl.constexpr, OVERLAPS: tl.constexpr):
     """Grid: tokens, blocks of channels."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +81,7 @@ def gate_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
         gdc_launch_dependents()
     left = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, (left / (1.0 + tl.exp(-left)) * right).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + at, (activate(left, IS_SILU) * right).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -168,7 +182,11 @@ def pick_likeliest_kernel(logits, tokens_out, logprobs, is_finite, vocabulary, B
 
 
 def launch_add_and_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    inner: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `decoder_ops.add_and_norm`; the residual stream is updated in place."""
     parts, (tokens, hidden) = len(x) if x.dim() == 3 else 1, x.shape[-2:]
@@ -176,18 +194,18 @@ def launch_add_and_norm(
     out = torch.empty_like(total)
     block, overlaps = triton.next_power_of_2(hidden), can_overlap(x.device)
     add_and_norm_kernel[(tokens,)](
-        x, total, weight, out, total, tokens * hidden, hidden, epsilon, parts, residual is not None, block, overlaps,
-        num_warps=min(16, max(4, block // 512)), launch_pdl=overlaps,
+        x, total, inner, weight, out, total, tokens * hidden, hidden, epsilon, parts, residual is not None, block,
+        overlaps, num_warps=min(16, max(4, block // 512)), launch_pdl=overlaps,
     )  # fmt: skip
     return out, total
 
 
-def launch_gate(gate_up: torch.Tensor) -> torch.Tensor:
+def launch_gate(gate_up: torch.Tensor, activation: str = SILU) -> torch.Tensor:
     """See `decoder_ops.gate`."""
     tokens, both = gate_up.shape
     out = gate_up.new_empty(tokens, both // 2)
     grid, overlaps = (tokens, triton.cdiv(both // 2, GATE_BLOCK)), can_overlap(gate_up.device)
-    gate_kernel[grid](gate_up, out, both // 2, GATE_BLOCK, overlaps, launch_pdl=overlaps)
+    gate_kernel[grid](gate_up, out, both // 2, GATE_BLOCK, activation == SILU, overlaps, launch_pdl=overlaps)
     return out
 
 
@@ -202,8 +220,8 @@ def launch_split_heads(
     block = min(MOST_TOKENS_OF_BLOCK, max(16, triton.next_power_of_2(tokens)))
     overlaps = can_overlap(qkv.device)
     split_heads_kernel[(q_heads + 2 * kv_heads, triton.cdiv(tokens, block))](
-        qkv, positions, layout.frequencies, weights.q_norm, weights.k_norm, reader, forward, q, new.open_pool,
-        new.slots, tokens * width, tokens, layout.rope_scaling, layout.norm_epsilon, parts, q_heads, kv_heads, dim,
+        qkv, positions, weights.rope.frequencies, weights.q_norm, weights.k_norm, reader, forward, q, new.open_pool,
+        new.slots, tokens * width, tokens, weights.rope.scaling, layout.norm_epsilon, parts, q_heads, kv_heads, dim,
         max(16, triton.next_power_of_2(dim // 2)), block, weights.q_norm is not None, weights.basis is not None,
         overlaps, num_warps=4 if weights.basis is None else 8, launch_pdl=overlaps,
     )  # fmt: skip

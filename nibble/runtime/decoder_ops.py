@@ -6,13 +6,26 @@ may come in parts that are still to be added up: fp32 [parts, tokens, width] ins
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from nibble.balance import BasisChange
 from nibble.formats import PAGE_TOKENS
+
+SILU, GELU = "silu", "gelu_pytorch_tanh"  # names of a config
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {SILU: silu, GELU: partial(gelu, approximate="tanh")}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """frequencies: fp32 [head_dim / 2], radians a token; scaling: of cos and sin."""
+
+    frequencies: torch.Tensor
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -23,15 +36,14 @@ class HeadLayout:
     kv_heads: int
     head_dim: int
     query_type: torch.dtype
-    frequencies: torch.Tensor  # fp32 [head_dim / 2], radians a token
-    rope_scaling: float
     norm_epsilon: float
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Norms over Q and K [head_dim] and the basis of K, where a layer has them."""
+    """A layer's RoPE; norms over Q and K [head_dim] and the basis of K, where it has them."""
 
+    rope: Rope
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     basis: BasisChange | None = None
@@ -47,25 +59,35 @@ class NewTokens:
 
 
 def add_and_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    inner: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of x + residual, and that sum, which is the new residual stream; [tokens, hidden] in its type."""
+    """RMSNorm of x + residual, and that sum, which is the new residual stream; [tokens, hidden] in its type.
+
+    inner: the weight of a norm of x itself, ahead of the sum.
+    """
     if x.is_cuda:
         from nibble.runtime.decoder_kernels import launch_add_and_norm
 
-        return launch_add_and_norm(x, residual, weight, epsilon)
-    total = x if residual is None else _add_parts(x).to(residual.dtype) + residual
+        return launch_add_and_norm(x, residual, weight, epsilon, inner)
+    total = x
+    if residual is not None:
+        added = _add_parts(x).to(residual.dtype)
+        total = residual + (added if inner is None else _norm(added, inner, epsilon).to(residual.dtype))
     return _norm(total, weight, epsilon).to(total.dtype), total
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up; [tokens, 2 n], no parts, to [tokens, n]."""
+def gate(gate_up: torch.Tensor, activation: str = SILU) -> torch.Tensor:
+    """activation(gate) * up; [tokens, 2 n], no parts, to [tokens, n]. activation: a key of ACTIVATIONS."""
     if gate_up.is_cuda:
         from nibble.runtime.decoder_kernels import launch_gate
 
-        return launch_gate(gate_up)
+        return launch_gate(gate_up, activation)
     left, right = gate_up.float().chunk(2, -1)
-    return (silu(left) * right).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](left) * right).to(gate_up.dtype)
 
 
 def split_heads(
@@ -84,8 +106,8 @@ def split_heads(
     q, k, v = heads.split((layout.q_heads, layout.kv_heads, layout.kv_heads), dim=1)
     if weights.q_norm is not None and weights.k_norm is not None:
         q, k = _norm(q, weights.q_norm, layout.norm_epsilon), _norm(k, weights.k_norm, layout.norm_epsilon)
-    angles = positions.float()[:, None, None] * layout.frequencies
-    cos, sin = angles.cos() * layout.rope_scaling, angles.sin() * layout.rope_scaling
+    angles = positions.float()[:, None, None] * weights.rope.frequencies
+    cos, sin = angles.cos() * weights.rope.scaling, angles.sin() * weights.rope.scaling
     q, k = _turn(q, cos, sin), _turn(k, cos, sin)
     if weights.basis is not None:
         q = torch.einsum("thgd,hed->thge", q.unflatten(1, (layout.kv_heads, -1)), weights.basis.reader).flatten(1, 2)

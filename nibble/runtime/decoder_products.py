@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from nibble.runtime.decoder_ops import gate
+from nibble.runtime.decoder_ops import SILU, gate
 from nibble.runtime.fp8_rows import Fp8Rows, quantize_rows
 
 SHARES_FILE = Path(__file__).with_name("shares.json")
@@ -31,7 +31,7 @@ HOPPER = (9, 0)  # the card that the shares were measured on, and whose shared m
 class Share:
     """rows: of the weight, as powers of two; parts of k; depth: of a step over k; stages in flight; warps.
 
-    weight_first: the weight is the tensor cores' first operand.
+    weight_first: the weight is the tensor cores' first operand. least_tokens: that tokens are padded to.
     """
 
     rows: tuple[int, ...]
@@ -40,6 +40,7 @@ class Share:
     stages: int
     warps: int = 4
     weight_first: bool = False
+    least_tokens: int = 16
 
 
 def multiply(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
@@ -47,12 +48,12 @@ def multiply(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
     return multiply_in_parts(x, weight, most_parts=1)
 
 
-def multiply_gated(x: torch.Tensor, gate_up: Matrix) -> torch.Tensor:
-    """silu(gate) * up of the products with the two halves of a weight [2 n, k]: [tokens, n]."""
+def multiply_gated(x: torch.Tensor, gate_up: Matrix, activation: str = SILU) -> torch.Tensor:
+    """activation(gate) * up of the products with the two halves of a weight [2 n, k]: [tokens, n]."""
     share = choose_share(x, gate_up)
     if share is None or share.parts > 1:
-        return gate(multiply_by_library(x, gate_up))
-    return _multiply_shares(x, gate_up, share, gated=True)
+        return gate(multiply_by_library(x, gate_up), activation)
+    return _multiply_shares(x, gate_up, share, gated=True, activation=activation)
 
 
 def multiply_in_parts(
@@ -76,10 +77,10 @@ def multiply_by_library(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | No
     return torch._scaled_mm(rows.values, weight.values.T, **scales, bias=bias, out_dtype=x.dtype, use_fast_accum=True)
 
 
-def _multiply_shares(x: torch.Tensor, weight: Matrix, share: Share, gated: bool = False) -> torch.Tensor:
+def _multiply_shares(x: torch.Tensor, weight: Matrix, share: Share, **gating: Any) -> torch.Tensor:
     from nibble.runtime.linear_kernels import multiply_shares
 
-    return multiply_shares(quantize_rows(x) if isinstance(weight, Fp8Rows) else x, weight, share, x.dtype, gated=gated)
+    return multiply_shares(quantize_rows(x) if isinstance(weight, Fp8Rows) else x, weight, share, x.dtype, **gating)
 
 
 def choose_share(x: torch.Tensor, weight: Matrix) -> Share | None:

@@ -1,8 +1,9 @@
 """The weights of a Llama-like decoder as a GPU wants them: projections that read the same input lie in one matrix.
 
-Llama, Mistral, Qwen2 and Qwen3 differ by a bias in Q, K and V and by norms over Q and K. Tensors come one at a time
-from a source (nibble.runtime.weight_sources) and go straight into their place, so that a model is never held twice.
-With `fp8` the projections of the layers are kept in e4m3 (nibble.runtime.fp8_rows); the rest stays as it is.
+Llama, Mistral, Qwen2 and Qwen3 differ by a bias in Q, K and V and by norms over Q and K; Gemma 3 has norms behind
+attention and MLP too, whose weights are kept as what they add to 1, and a RoPE that differs by layer. Tensors come one
+at a time from a source (nibble.runtime.weight_sources) and go straight into their place, so that a model is never held
+twice. With `fp8` the projections of the layers are kept in e4m3 (nibble.runtime.fp8_rows); the rest stays as it is.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from typing import Protocol
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nibble.architecture import read_architecture
 from nibble.errors import NibbleError
 from nibble.rotation import fold_value_rotation_into, rotate_input_columns, rotate_output_rows
+from nibble.runtime.decoder_ops import ACTIVATIONS, SILU, Rope
 from nibble.runtime.decoder_products import Matrix
 from nibble.runtime.fp8_rows import Fp8Rows
 from nibble.runtime.shards import WHOLE, Shards, SplitSource
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # config.model_type
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")  # config.model_type
 
 
 class WeightSource(Protocol):
@@ -48,6 +51,13 @@ class DecoderShape:
     has_qkv_bias: bool
     has_qk_norm: bool
     ties_embeddings: bool
+    activation: str
+    softmax_scale: float
+    embedding_scale: float
+
+    @property
+    def is_gemma(self) -> bool:
+        return self.family == "gemma3_text"
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> DecoderShape:
@@ -55,11 +65,17 @@ class DecoderShape:
         facts = read_architecture(config.to_dict())
         if facts.family not in FAMILIES:
             raise NibbleError(f"{facts.family}: the GPU runtime allows {', '.join(FAMILIES)}; serve it with DEVICE=cpu")
-        if getattr(config, "hidden_act", "silu") != "silu" or getattr(config, "mlp_bias", False):
+        is_gemma = facts.family == "gemma3_text"
+        activation = config.hidden_activation if is_gemma else getattr(config, "hidden_act", SILU)
+        if activation not in ACTIVATIONS or getattr(config, "mlp_bias", False):
             raise NibbleError(
-                f"{config.model_type}: activation {config.hidden_act!r}, mlp_bias "
-                f"{getattr(config, 'mlp_bias', False)}; the GPU runtime allows 'silu' without a bias; serve it with "
-                "DEVICE=cpu"
+                f"{config.model_type}: activation {activation!r}, mlp_bias {getattr(config, 'mlp_bias', False)}; the "
+                f"GPU runtime allows {', '.join(ACTIVATIONS)} without a bias; serve it with DEVICE=cpu"
+            )
+        if getattr(config, "final_logit_softcapping", None) or getattr(config, "use_bidirectional_attention", False):
+            raise NibbleError(
+                f"{config.model_type}: soft-capped logits or attention in both directions; the GPU runtime allows "
+                "neither; serve it with DEVICE=cpu"
             )
         if facts.family != "qwen2" and getattr(config, "attention_bias", False):
             raise NibbleError(
@@ -77,8 +93,11 @@ class DecoderShape:
             config.rms_norm_eps,
             facts.windows,
             facts.family == "qwen2",
-            facts.family == "qwen3",
+            facts.family == "qwen3" or is_gemma,
             bool(config.tie_word_embeddings),
+            activation,
+            (config.query_pre_attn_scalar if is_gemma else facts.head_dim) ** -0.5,
+            config.hidden_size**0.5 if is_gemma else 1.0,
         )
 
     def split(self, shards: Shards) -> DecoderShape:
@@ -99,7 +118,8 @@ class DecoderShape:
 @dataclass(frozen=True)
 class LayerWeights:
     """input_norm, inner_norm: [hidden]; qkv: [(q + 2 kv heads) * D, hidden], bias to it; q_norm, k_norm: [D];
-    out: [hidden, q heads * D]; gate_up: [2 * intermediate, hidden]; down: [hidden, intermediate]."""
+    out: [hidden, q heads * D]; gate_up: [2 * intermediate, hidden]; down: [hidden, intermediate]. attended_norm,
+    mlp_norm: [hidden], of what attention and MLP add to the stream."""
 
     input_norm: torch.Tensor
     inner_norm: torch.Tensor
@@ -110,11 +130,13 @@ class LayerWeights:
     out: Matrix
     gate_up: Matrix
     down: Matrix
+    attended_norm: torch.Tensor | None = None
+    mlp_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """embedding, head: [vocabulary, hidden] (one tensor when tied); frequencies: fp32 [D / 2], of RoPE.
+    """embedding, head: [vocabulary, hidden] (one tensor when tied); ropes: of each layer.
 
     rotated: layers whose V comes out rotated (nibble.rotation), which changes no answer.
     """
@@ -125,8 +147,7 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: torch.Tensor
-    frequencies: torch.Tensor
-    rope_scaling: float
+    ropes: tuple[Rope, ...]
     generation_config: GenerationConfig | None = None
     shards: Shards = WHOLE
     rotated: frozenset[int] = frozenset()
@@ -153,16 +174,9 @@ class DecoderWeights:
         embedding = reader.one("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         layers = tuple(_read_layer(reader, shape, index) for index in range(len(shape.windows)))
         head = embedding if shape.ties_embeddings else reader.one("lm_head.weight", shape.vocabulary, shape.hidden)
-        rotary = LlamaRotaryEmbedding(config)
-        if len(rotary.inv_freq) * 2 != shape.head_dim:
-            raise NibbleError(
-                f"{config.model_type}: RoPE turns {2 * len(rotary.inv_freq)} of {shape.head_dim} channels; the GPU "
-                "runtime allows all of them; serve it with DEVICE=cpu"
-            )
-        frequencies = rotary.inv_freq.float().to(device)
-        norm = reader.one("model.norm.weight", shape.hidden)
-        scaling = float(rotary.attention_scaling)
-        return cls(config, shape, embedding, layers, norm, head, frequencies, scaling, None, shards, frozenset(rotated))
+        ropes = _read_ropes(config, shape, device)
+        norm = _read_norm(reader, shape, "model.norm.weight", shape.hidden)
+        return cls(config, shape, embedding, layers, norm, head, ropes, None, shards, frozenset(rotated))
 
     @property
     def num_bytes(self) -> int:
@@ -233,14 +247,42 @@ def _read_layer(reader: _Reader, shape: DecoderShape, index: int) -> LayerWeight
     qkv = [f"{at}self_attn.{name}_proj" for name in "qkv"]
     gate_up = [f"{at}mlp.{name}_proj.weight" for name in ("gate", "up")]
     rows = shape.qkv_rows
+
+    def norm(name: str, size: int = shape.hidden) -> torch.Tensor:
+        return _read_norm(reader, shape, f"{at}{name}.weight", size)
+
     return LayerWeights(
-        input_norm=reader.one(f"{at}input_layernorm.weight", shape.hidden),
-        inner_norm=reader.one(f"{at}post_attention_layernorm.weight", shape.hidden),
+        input_norm=norm("input_layernorm"),
+        inner_norm=norm("pre_feedforward_layernorm" if shape.is_gemma else "post_attention_layernorm"),
         qkv=reader.matrix([f"{name}.weight" for name in qkv], rows, shape.hidden),
         qkv_bias=reader.stacked([f"{name}.bias" for name in qkv], rows) if shape.has_qkv_bias else None,
-        q_norm=reader.one(f"{at}self_attn.q_norm.weight", shape.head_dim) if shape.has_qk_norm else None,
-        k_norm=reader.one(f"{at}self_attn.k_norm.weight", shape.head_dim) if shape.has_qk_norm else None,
+        q_norm=norm("self_attn.q_norm", shape.head_dim) if shape.has_qk_norm else None,
+        k_norm=norm("self_attn.k_norm", shape.head_dim) if shape.has_qk_norm else None,
         out=reader.matrix([f"{at}self_attn.o_proj.weight"], [shape.hidden], rows[0]),
         gate_up=reader.matrix(gate_up, [shape.intermediate] * 2, shape.hidden),
         down=reader.matrix([f"{at}mlp.down_proj.weight"], [shape.hidden], shape.intermediate),
+        attended_norm=norm("post_attention_layernorm") if shape.is_gemma else None,
+        mlp_norm=norm("post_feedforward_layernorm") if shape.is_gemma else None,
     )
+
+
+def _read_norm(reader: _Reader, shape: DecoderShape, name: str, size: int) -> torch.Tensor:
+    """The factor of a norm: Gemma keeps what it adds to 1, and does the sum in fp32."""
+    weight = reader.one(name, size)
+    return weight.float() + 1 if shape.is_gemma else weight
+
+
+def _read_ropes(config: PretrainedConfig, shape: DecoderShape, device: torch.device) -> tuple[Rope, ...]:
+    """The RoPE of each layer; NibbleError unless it turns all channels."""
+    kinds = [f"{kind}_" for kind in config.layer_types] if shape.is_gemma else [""] * config.num_hidden_layers
+    rotary = (Gemma3RotaryEmbedding if shape.is_gemma else LlamaRotaryEmbedding)(config)
+    ropes = {}
+    for kind in set(kinds):
+        frequencies = getattr(rotary, f"{kind}inv_freq").float().to(device)
+        if len(frequencies) * 2 != shape.head_dim:
+            raise NibbleError(
+                f"{config.model_type}: RoPE turns {2 * len(frequencies)} of {shape.head_dim} channels; the GPU "
+                "runtime allows all of them; serve it with DEVICE=cpu"
+            )
+        ropes[kind] = Rope(frequencies, float(getattr(rotary, f"{kind}attention_scaling")))
+    return tuple(ropes[kind] for kind in kinds)

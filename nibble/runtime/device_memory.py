@@ -23,7 +23,7 @@ def free_for_pages(weights: DecoderWeights, limits: EngineLimits) -> int | None:
 
 def step_bytes(weights: DecoderWeights, limits: EngineLimits) -> int:
     """What the largest step holds at once: a chunk's activations, far pages in fp16, logits."""
-    shape, itemsize = weights.shape, weights.norm.element_size()
+    shape, itemsize = weights.shape, weights.embedding.element_size()
     widths = ALIVE_HIDDEN_STATES * shape.hidden + 2 * sum(shape.qkv_rows) + 3 * shape.intermediate
     activations = limits.step_tokens * widths * itemsize
     scratch = 3 * limits.max_context * shape.kv_heads * shape.head_dim * 2 * 2

@@ -3,12 +3,12 @@
     out[p, m, n] = sum over part p of k of x[m, k] weight[n, k]
 
 A share is `rows` of the weight (up to three powers of two, so that shares come out even) times one part of k. Tokens
-are the M dimension of the tensor cores, padded to 16, or the N dimension where `weight_first`: then a tile of the
-weight may go from shared memory through registers, where e4m3 becomes bf16. e4m3 comes with a scale for each row of the
-weight, and for each token when x is e4m3 too.
+are the M dimension of the tensor cores, padded to at least `least_tokens`: Hopper's own instruction wants 64, older
+ones 16. They are the N dimension, at least 16, where `weight_first`. e4m3 comes with a scale for each row of the weight
+and each token.
 
-A gated product is silu(gate) * up of a weight that holds the rows of gate, then those of up: each share takes as many
-of one as of the other, in turn.
+A gated product is activation(gate) * up of a weight that holds the rows of gate, then those of up: each share takes as
+many of one as of the other, in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nibble.runtime.decoder_kernels import can_overlap
+from nibble.runtime.decoder_kernels import activate, can_overlap
+from nibble.runtime.decoder_ops import SILU
 from nibble.runtime.decoder_products import Share
 from nibble.runtime.fp8_rows import Fp8Rows
 
@@ -41,16 +42,17 @@ def add_tile(values, pointers, total, WEIGHT_FIRST: tl.constexpr):
     """total + values times a tile of the weight."""
     tile = tl.load(pointers)
     if WEIGHT_FIRST:
-        total = tl.dot(tile.to(values.dtype), values.T, total)
+        total = tl.dot(tile, values.T, total)
     else:
-        total = tl.dot(values, tile.to(values.dtype).T, total)
+        total = tl.dot(values, tile.T, total)
     return total
 
 
 @triton.jit
 def store_tile(
     target, total, first, half, m, tokens, columns, token_scale, row_scales,
-    R: tl.constexpr, BLOCK_M: tl.constexpr, GATED: tl.constexpr, WEIGHT_FIRST: tl.constexpr, SCALED: tl.constexpr,
+    R: tl.constexpr, BLOCK_M: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the product, scaled and gated."""
     if WEIGHT_FIRST:
@@ -59,7 +61,7 @@ def store_tile(
         total *= token_scale[:, None] * tl.load(row_scales + rows_of(first, half, R, GATED))[None, :]
     if GATED:
         left, right = tl.split(total.reshape(BLOCK_M, R // 2, 2))
-        total = left / (1.0 + tl.exp(-left)) * right
+        total = activate(left, IS_SILU) * right
         at = first // 2 + tl.arange(0, R // 2)
     else:
         at = first + tl.arange(0, R)
@@ -70,7 +72,7 @@ def store_tile(
 def shares_kernel(
     x, weight, token_scales, row_scales, out, tokens, rows, width, part,
     BLOCK_M: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, GATED: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
     SCALED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Grid: shares of rows, parts. part: of k; an argument, so that it is known to be a multiple of 16."""
@@ -99,36 +101,43 @@ def shares_kernel(
         if R2 > 0:
             total2 = add_tile(values, tile2 + at, total2, WEIGHT_FIRST)
     token_scale = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if token_scales is not None:
+    if SCALED:
         token_scale = tl.load(token_scales + m, mask=m < tokens, other=0.0)
     columns = half if GATED else rows
     target = out + tl.program_id(1).to(tl.int64) * tokens * columns
     store_tile(
-        target, total0, first, half, m, tokens, columns, token_scale, row_scales, R0, BLOCK_M, GATED, WEIGHT_FIRST,
-        SCALED,
+        target, total0, first, half, m, tokens, columns, token_scale, row_scales, R0, BLOCK_M, GATED, IS_SILU,
+        WEIGHT_FIRST, SCALED,
     )  # fmt: skip
     if R1 > 0:
         store_tile(
             target, total1, first + R0, half, m, tokens, columns, token_scale, row_scales, R1, BLOCK_M, GATED,
-            WEIGHT_FIRST, SCALED,
+            IS_SILU, WEIGHT_FIRST, SCALED,
         )  # fmt: skip
     if R2 > 0:
         store_tile(
             target, total2, first + R0 + R1, half, m, tokens, columns, token_scale, row_scales, R2, BLOCK_M, GATED,
-            WEIGHT_FIRST, SCALED,
+            IS_SILU, WEIGHT_FIRST, SCALED,
         )  # fmt: skip
 
 
 def multiply_shares(
-    x: torch.Tensor | Fp8Rows, weight: torch.Tensor | Fp8Rows, share: Share, dtype: torch.dtype, *, gated: bool = False
+    x: torch.Tensor | Fp8Rows,
+    weight: torch.Tensor | Fp8Rows,
+    share: Share,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    activation: str = SILU,
 ) -> torch.Tensor:
     """[tokens, n] in `dtype` when k is in one part, else fp32 [parts, tokens, n] to be added up.
 
-    gated: [tokens, n / 2], silu of the weight's first half of rows times the second; k in one part.
+    gated: [tokens, n / 2], the activation of the weight's first half of rows times the second; k in one part.
     """
     values, token_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     matrix, row_scales = (weight.values, weight.scales) if isinstance(weight, Fp8Rows) else (weight, None)
     (tokens, width), rows = values.shape, matrix.shape[0]
+    block_m = max(share.least_tokens, triton.next_power_of_2(tokens))
     columns = rows // 2 if gated else rows
     if share.parts == 1:
         out = torch.empty(tokens, columns, dtype=dtype, device=values.device)
@@ -137,7 +146,7 @@ def multiply_shares(
     overlaps = can_overlap(values.device)
     shares_kernel[(rows // sum(share.rows), share.parts)](
         values, matrix, token_scales, row_scales, out, tokens, rows, width, width // share.parts,
-        max(16, triton.next_power_of_2(tokens)), *(*share.rows, 0, 0)[:3], share.depth, share.stages,
-        gated, share.weight_first, row_scales is not None, overlaps, num_warps=share.warps, launch_pdl=overlaps,
+        block_m, *(*share.rows, 0, 0)[:3], share.depth, share.stages, gated, activation == SILU, share.weight_first,
+        row_scales is not None, overlaps, num_warps=share.warps, launch_pdl=overlaps,
     )  # fmt: skip
     return out

@@ -56,7 +56,8 @@ def gpu_engine(
     """fp32 weights, so that nothing but the cache and the kernels round."""
     model = make_model(family, head_dim=HEAD_DIM)
     device, layers = torch.device("cuda"), range(model.config.num_hidden_layers)
-    weights = DecoderWeights.read(model.config, ModelWeights(model), dtype, device, fp8=fp8, rotated=layers)
+    rotated = layers if fp8 else ()
+    weights = DecoderWeights.read(model.config, ModelWeights(model), dtype, device, fp8=fp8, rotated=rotated)
     spec = make_spec(model, kv, policy) if isinstance(kv, str) else kv
     values = {"max_context": 1024, "max_running": 4, "chunk_tokens": 256, **limits}
     engine = Engine(weights, LetterTokenizer(), spec, EngineLimits(**values))  # type: ignore[arg-type]
@@ -88,7 +89,7 @@ def mean_kl(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("family", "kv"),
-    [*(("llama", kv) for kv in FORMATS), *((family, "int4") for family in ("qwen2", "qwen3", "mistral"))],
+    [*(("llama", kv) for kv in FORMATS), *((family, "int4") for family in ("qwen2", "qwen3", "mistral", "gemma3"))],
 )
 def test_prompts_and_decoding_are_the_oracles(family: str, kv: str) -> None:
     """The logits of a prompt, and the probability of each token decoded after it by the graphs."""

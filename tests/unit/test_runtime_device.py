@@ -13,7 +13,7 @@ from nibble.formats import FORMATS
 from nibble.runtime import Engine, EngineLimits, FinishReason, SamplingParams
 from nibble.runtime.cache import CacheSpec, PoolSizes
 from nibble.runtime.decoder_products import choose_share, multiply_in_parts, read_table, shares_of
-from nibble.runtime.decoder_weights import FAMILIES, DecoderWeights
+from nibble.runtime.decoder_weights import DecoderWeights
 from nibble.runtime.device import choose_device
 from nibble.runtime.device_step import batch_buckets
 from nibble.runtime.fp8_rows import quantize_rows
@@ -21,6 +21,7 @@ from nibble.runtime.weight_sources import DummyWeights, ModelWeights, load_decod
 from nibble.visibility import PagePolicy
 from tests.unit.oracle_kernels import ORACLE_KERNELS
 from tests.unit.runtime_cases import (
+    FAMILIES,
     MADE_ENGINES,
     LetterTokenizer,
     make_engine,
