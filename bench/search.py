@@ -42,7 +42,7 @@ from nibble.visibility import PagePolicy
 RESULTS = REPOSITORY_ROOT / "bench" / "results" / "search.json"
 PLOT = REPOSITORY_ROOT / "docs" / "search.svg"
 WINDOW_TOKENS = 1024
-KEY = ("model", "window_tokens", "seed", "cache")
+KEY = ("model", "window_tokens", "seed", "search_tokens", "cache")
 CLOSE = 0.02  # a mix is as large as a uniform format when it lacks at most this share of its bytes
 
 
@@ -64,6 +64,7 @@ def main() -> None:
     )
     traces = [subject.trace(window.inputs) for window in chosen.windows]
     context = {"windows": len(traces), "window_tokens": arguments.tokens, "text": "eval", "seed": arguments.seed}
+    context["search_tokens"] = mix.content["inputs"]["kv"]["search"]["window_tokens"]
     formats = arguments.formats.split(",") if arguments.formats else None
     content = _measure(_only(mix.content, formats), subject, traces)
     _merge(arguments.out, [{**r, **context, "commit": arguments.commit or commit()} for r in _records(content)])
@@ -85,7 +86,7 @@ def _merge(path: Path, records: list[dict[str, Any]]) -> None:
     """Records replace those of the same model, windows and cache."""
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     by_key = {tuple(r[name] for name in KEY): r for r in [*found, *records]}
-    rows = sorted(by_key.values(), key=lambda r: (r["model"], r["window_tokens"], r["seed"], r["bytes_per_token"]))
+    rows = sorted(by_key.values(), key=lambda r: (*(r[name] for name in KEY[:-1]), r["bytes_per_token"]))
     lines = ",\n".join(map(json.dumps, rows))
     atomic.write_text(path, f"[\n{lines}\n]\n")
     print(json.dumps({"records": len(records), "file": path.name}))
