@@ -54,7 +54,7 @@ def main() -> None:
             "bytes_per_token_and_head": scheme.bytes_per_token(size),
             "text": arguments.text,
             "commit": arguments.commit or commit(),
-            "device": arguments.device,
+            "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else arguments.device,
         }
         records.append(record)
         console.print(f"{scheme.name:40} {record['kl_mean']:<10} p99.9 {record['kl_p999']:<8} ppl "

@@ -68,8 +68,8 @@ def section(model: str, tokens: int, text: str, records: list[Record]) -> str:
     by_name = {record["format"]: record for record in records}
     head = (
         f"## {model}, {first['windows']} windows of {tokens:,} tokens ({text} text)\n\n"
-        f"Perplexity with the fp16 cache {first['ppl_fp16']:g}. Measured on {first.get('device', 'cpu')}, commit "
-        f"{first['commit']}."
+        f"Perplexity with the fp16 cache {first['ppl_fp16']:g}. Measured on {_all_of('device', records)}, commit "
+        f"{_all_of('commit', records)}."
     )
     if first.get("position_step", 1) > 1:
         head += f" Compared at one in {first['position_step']} positions."
@@ -83,6 +83,11 @@ def section(model: str, tokens: int, text: str, records: list[Record]) -> str:
     if tried:
         blocks += ["What was tried besides (docs/log.md says what came of it):\n", table(tried)]
     return "\n".join(blocks)
+
+
+def _all_of(key: str, records: list[Record]) -> str:
+    """Every value of a key, in the order in which they come."""
+    return ", ".join(dict.fromkeys(str(record[key]) for record in records))
 
 
 def table(records: list[Record]) -> str:
