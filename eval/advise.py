@@ -101,15 +101,17 @@ def quality_of(model: str) -> dict[str, tuple[float | None, float | None, str]]:
     found: dict[str, tuple[float | None, float | None, str]] = {"fp16": (0.0, 1.0, "the yardstick")}
     records = [r for r in json.loads(QUALITY_RECORDS.read_text(encoding="utf-8")) if r["text"] == "eval"]
     source = model if any(r["model"] == model for r in records) else "smollm2-135m"
-    longest = max((r["window_tokens"] for r in records if r["model"] == source), default=0)
-    stored = {r["format"]: r for r in records if (r["model"], r["window_tokens"]) == (source, longest)}
+    by_length = sorted((r for r in records if r["model"] == source), key=lambda r: r["window_tokens"])
+    stored = {r["format"]: r for r in by_length}  # of each format the longest windows
     for name in FORMATS:
         record = stored.get(BENCH_NAMES.get(name, name))
         if record is not None:
-            found.setdefault(name, (record["kl_mean"], record["top1_agreement"], f"{source}, {longest:,} tokens"))
+            where = f"{source}, {record['windows']} × {record['window_tokens']:,} tokens"
+            found.setdefault(name, (record["kl_mean"], record["top1_agreement"], where))
     for report in latest_reports(results_root(), model):
         s = report.summary
-        found[s.kv] = (s.kl_mean, s.top1_agreement, f"{model}, {report.plan.window_tokens:,} tokens")
+        where = f"{model}, {report.plan.windows} × {report.plan.window_tokens:,} tokens"
+        found[s.kv] = (s.kl_mean, s.top1_agreement, where)
     return found
 
 
@@ -147,10 +149,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.gpu not in GPUS_GB:
         raise NibbleError(f"GPU: got {options.gpu!r}, allowed {', '.join(GPUS_GB)}")
+    if options.context < 1 or options.concurrency < 1:
+        raise NibbleError(
+            f"workload: got {options.concurrency} requests of {options.context} tokens, allowed 1 or more of each"
+        )
     name = load_model_recipe(options.model).name
     rows = advise(find_shape(options.model), GPUS_GB[options.gpu], options.context, options.concurrency, name)
     title = f"{name} on {options.gpu}: {options.concurrency} requests of {options.context:,} tokens"
     console.print(_table(rows, title))
+    for line in _sources(rows):
+        console.print(line, soft_wrap=True, markup=False)
     path = results_root() / f"advice-{name}-{options.gpu}-{options.context}-{options.concurrency}.svg"
     atomic.write_text(path, plot(rows, options.concurrency))
     console.print(f"plot: {path}", soft_wrap=True, markup=False)
@@ -159,25 +167,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _table(rows: list[Advice], title: str) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD)
-    headings = (
-        "KV",
-        "bytes/token",
-        "GB a request",
-        "requests that fit",
-        "enough",
-        "KL",
-        "same top token",
-        "measured on",
-    )
+    headings = ("KV", "bytes/\ntoken", "GB a\nrequest", "requests\nthat fit", "enough", "KL", "same top\ntoken")
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if 0 < number < 7 else "left")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         kl = "" if row.kl_mean is None else f"{row.kl_mean:.3g}"
         top1 = "" if row.top1_agreement is None else f"{row.top1_agreement:.1%}"
         enough = "[green]yes[/]" if row.is_enough else "[red]no[/]"
         fit = f"{row.fit:,}"
-        table.add_row(row.kv, f"{row.bytes_per_token:,.0f}", f"{row.request_gb:.3f}", fit, enough, kl, top1, row.source)
+        table.add_row(row.kv, f"{row.bytes_per_token:,.0f}", f"{row.request_gb:.3f}", fit, enough, kl, top1)
     return table
+
+
+def _sources(rows: list[Advice]) -> list[str]:
+    """What the quality is from, a line for each source."""
+    formats: dict[str, list[str]] = {}
+    for row in rows:
+        formats.setdefault(row.source, []).append(row.kv)
+    return [f"quality of {', '.join(names)}: {source}" for source, names in formats.items()]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -62,23 +62,21 @@ def latest_reports(root: Path, model: str) -> list[Report]:
 
 def list_runs(root: Path, model: str | None, kv: str | None, output: Console) -> None:
     """A table of all runs."""
-    table = Table(title=f"Evaluations under {root}", box=SIMPLE_HEAD)
-    for number, heading in enumerate(("run", "plan", "KL mean", "same top token", "bytes/token", "certificate")):
-        table.add_column(heading, justify="right" if number > 1 else "left")
+    table = Table(title=f"Evaluations under {root}", box=SIMPLE_HEAD, pad_edge=False)
+    for number, heading in enumerate(("run", "plan", "KL mean", "same top", "verdict")):
+        table.add_column(heading, justify="right" if number > 1 else "left", no_wrap=number != 1)
     for folder in find_runs(root, model, kv):
         name = str(folder.relative_to(root))
         try:
             report = read_report(folder)
         except NibbleError:
-            table.add_row(name, "not readable by this version", "", "", "", "")
+            table.add_row(name, "not readable by this version", "", "", "")
             continue
         s = report.summary
         verdict = ""
         if (folder / CERTIFICATE_FILE).is_file():
             verdict = json.loads((folder / CERTIFICATE_FILE).read_text(encoding="utf-8"))["body"]["verdict"]
-        table.add_row(
-            name, report.plan.name, nats(s.kl_mean), f"{s.top1_agreement:.2%}", f"{s.bytes_per_token:,.0f}", verdict
-        )
+        table.add_row(name, report.plan.name, nats(s.kl_mean), f"{s.top1_agreement:.2%}", verdict)
     output.print(table)
 
 

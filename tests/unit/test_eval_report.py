@@ -203,7 +203,9 @@ def test_advice_adds_up_and_names_its_sources(stored: Path, capsys: pytest.Captu
     assert (stored / "advice-llama-8b-h100-32768-64.svg").read_text().startswith("<svg")
     with pytest.raises(NibbleError, match="allowed a100-40, a100-80"):
         advise.main(["--gpu", "tpu"])
-    assert advise.quality_of("tiny")["int8"][2] == "tiny, 512 tokens"
+    with pytest.raises(NibbleError, match="got 0 requests of 8192 tokens"):
+        advise.main(["--concurrency", "0"])
+    assert advise.quality_of("tiny")["int8"][2] == "tiny, 3 × 512 tokens"
 
 
 def test_the_page_of_trade_offs_is_what_the_results_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
