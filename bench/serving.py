@@ -142,29 +142,33 @@ def measure_first_token(bench: Bench, kv: str, prompt: int = 8192) -> Iterator[R
     )  # fmt: skip
 
 
-LOADS: dict[str, Callable[[Bench, str], Iterator[Record]]] = {
+def measure_capacities(bench: Bench, formats: list[str]) -> Iterator[Record]:
+    """Of every format; fp16, if it is there, first."""
+    most_fp16: int | None = None
+    for kv in formats:
+        for record in measure_capacity(bench, kv, most_fp16):
+            yield record
+            if kv == "fp16":
+                most_fp16 = record.max_running
+        free_memory()
+
+
+SECTIONS: dict[str, Callable[[Bench, str], Iterator[Record]]] = {
+    "step": measure_steps,
     "first": measure_first_token,
     "sweep": measure_sweep,
-    "memory": measure_equal_memory,
     "interference": measure_interference,
+    "memory": measure_equal_memory,
 }
 
 
 def measure(bench: Bench, formats: list[str], sections: list[str]) -> Iterator[Record]:
-    """Every section for every format, fp16 first."""
-    most_fp16: int | None = None
-    for kv in formats:
-        if "step" in sections:
-            yield from measure_steps(bench, kv)
-            free_memory()
-        if "capacity" in sections:
-            for record in measure_capacity(bench, kv, most_fp16):
-                yield record
-                if kv == "fp16":
-                    most_fp16 = record.max_running
-            free_memory()
-        for section in (name for name in LOADS if name in sections):
-            yield from LOADS[section](bench, kv)
+    """Section by section, every format."""
+    if "capacity" in sections:
+        yield from measure_capacities(bench, formats)
+    for section in (name for name in SECTIONS if name in sections):
+        for kv in formats:
+            yield from SECTIONS[section](bench, kv)
             free_memory()
 
 
@@ -186,7 +190,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--address", default="", help=argparse.SUPPRESS)
     parser.add_argument("--kv", nargs="*", default=["fp16", "int8", "k8v4", "int4"], choices=list(FORMATS))
-    parser.add_argument("--only", nargs="*", default=["step", "capacity", *LOADS])
+    parser.add_argument("--only", nargs="*", default=["capacity", *SECTIONS])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     model, kind = options.model, options.weights

@@ -35,8 +35,9 @@ class Load:
     pool_mb: int | None = None
 
 
-EQUAL_BATCH = [Load(1024, 256, 16, 2), Load(1024, 256, 64, 2), Load(8192, 128, 16, 2), Load(32768, 64, 4, 1)]
-EQUAL_MEMORY = [Load(8192, 512, 32, 1, pool_mb=8192)]  # room for seven fp16 requests
+EQUAL_BATCH = [Load(1024, 256, 16, 2), Load(1024, 256, 64, 2), Load(8192, 128, 16, 1), Load(32768, 64, 4, 1)]
+EQUAL_MEMORY = [Load(8192, 256, 24, 1, pool_mb=8192)]  # room for seven fp16 requests
+WARM_UP = Load(3001, 16, 5, 2)  # whose chunks have all kinds of lengths
 RUNNING, RUNNING_CONTEXT, LONG_PROMPT = 32, 8192, 16384  # of the long prompt
 CHUNKS = (2048, 512)
 
@@ -46,7 +47,7 @@ def measure_sweep(bench: Bench, kv: str) -> Iterator[Record]:
     context = max(load.prompt + load.output for load in EQUAL_BATCH) + 64
     most = max(load.clients for load in EQUAL_BATCH)
     engine = make_engine(bench.weights, kv, EngineLimits(max_context=context, max_running=most, chunk_tokens=2048))
-    run_clients(engine, Load(1024, 8, 2, 1))
+    run_clients(engine, WARM_UP)
     for load in EQUAL_BATCH:
         yield bench.record("sweep", engine, **run_clients(engine, load))
 
@@ -61,7 +62,7 @@ def measure_equal_memory(bench: Bench, kv: str) -> Iterator[Record]:
             pool_mb=load.pool_mb,
         )
         engine = make_engine(bench.weights, kv, limits)
-        run_clients(engine, Load(1024, 8, 2, 1))
+        run_clients(engine, WARM_UP)
         yield bench.record("memory", engine, **run_clients(engine, load))
         del engine
         free_memory()
@@ -124,7 +125,7 @@ def measure_interference(bench: Bench, kv: str) -> Iterator[Record]:
     for chunk in CHUNKS:
         limits = EngineLimits(max_context=LONG_PROMPT + 512, max_running=RUNNING + 1, chunk_tokens=chunk)
         engine = make_engine(bench.weights, kv, limits)
-        run_clients(engine, Load(3000, 4, 1, 1))
+        run_clients(engine, WARM_UP)
         prime(engine, [RUNNING_CONTEXT - 7 * row % 64 for row in range(RUNNING)], ENDLESS)
         yield bench.record("interference", engine, **run_long_prompt(engine))
         cancel_all(engine)

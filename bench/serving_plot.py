@@ -1,4 +1,4 @@
-"""Draw bench/results/serving.json: decode steps beside their roofline, and what fits at a long context.
+"""Draw bench/results/serving.json: decode steps beside their roofline, what fits at a long context, clients, prompts.
 
 python -m bench.serving_plot      # into docs/serving.png
 """
@@ -33,16 +33,36 @@ def draw_steps(axes: Any, records: list[dict[str, Any]]) -> None:
 
 def draw_capacity(axes: Any, records: list[dict[str, Any]]) -> None:
     """Tokens a second over the time a token takes, for each number of running requests."""
-    for kv in sorted({r["kv"] for r in records}):
-        mine = sorted((r for r in records if r["kv"] == kv), key=lambda r: int(r["concurrency"]))
-        axes.plot([r["tpot_p50_ms"] for r in mine], [r["tokens_per_s"] for r in mine], marker="o", label=kv)
+    for model, weights, gpus, kv in sorted({(r["model"], r["weights"], r["gpus"], r["kv"]) for r in records}):
+        mine = [r for r in records if (r["model"], r["weights"], r["gpus"], r["kv"]) == (model, weights, gpus, kv)]
+        mine.sort(key=lambda r: int(r["concurrency"]))
+        label = f"{model} {weights.split()[0]}, {gpus} GPU, {kv}"
+        axes.plot([r["tpot_p50_ms"] for r in mine], [r["tokens_per_s"] for r in mine], marker="o", label=label)
         for r in mine:
-            axes.annotate(f" {r['concurrency']} running", (r["tpot_p50_ms"], r["tokens_per_s"]), fontsize=8)
-    axes.set_xlim(0, 1.3 * max(r["tpot_p50_ms"] for r in records))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("ms a token, context 32k")
+            axes.annotate(f" {r['concurrency']}", (r["tpot_p50_ms"], r["tokens_per_s"]), fontsize=8)
+    axes.set_xlim(0, 1.2 * max(r["tpot_p50_ms"] for r in records))
+    axes.set_yscale("log")
+    axes.set_xlabel("ms a token, context 32k; numbers: running requests")
     axes.set_ylabel("tokens a second")
-    axes.legend(loc="lower right")
+    axes.legend(fontsize=7)
+
+
+def draw_bars(axes: Any, records: list[dict[str, Any]], value: str, name: Any) -> None:
+    """A value of each load, a bar for each format."""
+    formats = sorted({r["kv"] for r in records})
+    loads = list(dict.fromkeys(name(r) for r in records))
+    for i, kv in enumerate(formats):
+        mine = {name(r): r[value] for r in records if r["kv"] == kv}
+        places = [n + 0.8 * i / len(formats) for n, load in enumerate(loads) if load in mine]
+        axes.bar(places, [mine[load] for load in loads if load in mine], 0.8 / len(formats), label=kv)
+    axes.set_xticks([n + 0.4 - 0.4 / len(formats) for n in range(len(loads))], loads, fontsize=7)
+    axes.legend(fontsize=7)
+
+
+def load_name(r: dict[str, Any]) -> str:
+    """A closed loop in words."""
+    room = "\nequal memory" if r["section"] == "memory" else ""
+    return f"{round(r['input'] / 1024)}k/{r['output']}\n{r['concurrency']} clients{room}"
 
 
 def main() -> None:
@@ -53,9 +73,14 @@ def main() -> None:
     from matplotlib import pyplot
 
     records = json.loads(RESULTS.read_text())
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    draw_steps(left, [r for r in records if r["section"] == "step"])
-    draw_capacity(right, [r for r in records if r["section"] == "capacity"])
+    figure, ((steps, capacity), (loads, prompts)) = pyplot.subplots(2, 2, figsize=(12, 8))
+    draw_steps(steps, [r for r in records if r["section"] == "step" and r["model"] == "llama-8b"])
+    draw_capacity(capacity, [r for r in records if r["section"] == "capacity"])
+    draw_bars(loads, [r for r in records if r["section"] in ("sweep", "memory")], "tokens_per_s", load_name)
+    loads.set_ylabel("tokens a second, llama-8b")
+    long_prompts = [r for r in records if r["section"] == "interference"]
+    draw_bars(prompts, long_prompts, "itl_p99_ms", lambda r: f"chunks of {r['chunk_tokens']} tokens")
+    prompts.set_ylabel("slowest ms between tokens (p99) while a prompt of 16k is read", fontsize=8)
     figure.tight_layout()
     figure.savefig(TARGET, dpi=110)
     print(json.dumps({"plot": str(TARGET), "records": len(records)}))

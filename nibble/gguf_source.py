@@ -87,6 +87,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    model.hf_quantizer = None  # newer versions refuse to save what came from a GGUF, plain as it is
     if model.config.model_type in SENTENCEPIECE_FAMILIES:
         tokenizer: PreTrainedTokenizerBase = read_sentencepiece(gguf)
     else:

@@ -92,11 +92,15 @@ def choose_share(x: torch.Tensor, weight: Matrix) -> Share | None:
 
 
 @lru_cache
-def shares_of(rows: int, width: int, kind: str = "bf16") -> list[tuple[int, Share]]:
-    """(most tokens, share) of a weight, fewest tokens first."""
+def shares_of(rows: int, width: int, kind: str = "bf16") -> list[tuple[int, Share | None]]:
+    """(most tokens, share) of a weight, fewest tokens first; None where the library is as fast."""
     entries = [entry for entry in read_table() if (entry["rows"], entry["width"], entry["kind"]) == (rows, width, kind)]
     ordered = sorted(entries, key=lambda entry: int(entry["most_tokens"]))
-    return [(e["most_tokens"], Share(**{**e["share"], "rows": tuple(e["share"]["rows"])})) for e in ordered]
+    return [(entry["most_tokens"], _share_of(entry["share"])) for entry in ordered]
+
+
+def _share_of(values: dict[str, Any] | None) -> Share | None:
+    return values and Share(**{**values, "rows": tuple(values["rows"])})  # type: ignore[return-value]
 
 
 def read_table() -> list[dict[str, Any]]:
