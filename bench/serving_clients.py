@@ -22,11 +22,12 @@ LEAD_S = 0.3  # from handing out the work until all streams begin
 
 @dataclass(frozen=True)
 class Times:
-    """Of one stream, in seconds of the machine's clock: asked, first token, last token."""
+    """Of one stream, in seconds of the machine's clock: asked, first token, last token. responses: how many."""
 
     began: float
     first: float
     last: float
+    responses: int
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,21 @@ def _ask_share(target: Target, tokens: int, start: float, prompts: Sequence[str]
         return list(threads.map(ask_one, prompts))
 
 
-def _through_triton(target: Target, tokens: int, prompt: str) -> tuple[float, float]:
-    """When the first and the last token came over gRPC."""
+def _through_triton(target: Target, tokens: int, prompt: str) -> tuple[float, float, int]:
+    """When the first and the last token came over gRPC, and in how many responses."""
     first = last = 0.0
-    count = 0
+    count = responses = 0
     for chunk in TritonLLM(target.grpc_url).stream(prompt, max_tokens=tokens, ignore_eos=True):
         last = time.perf_counter()
         first = first or last
         count += len(chunk.token_ids)
+        responses += bool(chunk.token_ids)
     if count != tokens:
         raise NibbleError(f"triton: got {count} tokens, allowed {tokens}")
-    return first, last
+    return first, last, responses
 
 
-def _through_front(target: Target, tokens: int, prompt: str) -> tuple[float, float]:
+def _through_front(target: Target, tokens: int, prompt: str) -> tuple[float, float, int]:
     """The same over the front's SSE; tokens are counted by its usage, since an event may have no text."""
     body = {
         "model": target.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
@@ -98,6 +100,7 @@ def _through_front(target: Target, tokens: int, prompt: str) -> tuple[float, flo
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     first = last = 0.0
+    responses = 0
     usage: dict[str, int] = {}
     for line in answer:
         if not line.startswith(b"data: {"):
@@ -106,7 +109,8 @@ def _through_front(target: Target, tokens: int, prompt: str) -> tuple[float, flo
         if event.get("choices"):
             last = time.perf_counter()
             first = first or last
+            responses += 1
         usage = event.get("usage") or usage
     if answer.status != 200 or usage.get("completion_tokens") != tokens:
         raise NibbleError(f"front: got {answer.status} and {usage or 'no usage'}, allowed 200 and {tokens} tokens")
-    return first, last
+    return first, last, responses

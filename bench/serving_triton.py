@@ -1,14 +1,16 @@
 """What Triton and the front add to an engine on a GPU, and what happens when its process or its memory goes.
 
     python -m bench.serving_triton --engine engines/llama-8b-dummy/int4     # into bench/results/serving_triton.json
-    python -m bench.serving_triton --engine ... --only recovery memory       # beside the records that are there
+    python -m bench.serving_triton --engine ... --only starts               # beside the records that are there
 
 - `load`: streams that begin at once, each a prompt of its own; the engine in this process, through Triton's gRPC and
   through the front's SSE, in turn. Clients are processes of their own on the same machine. TTFT is counted from the
-  moment at which all are let go, TPOT is a stream's mean time between tokens.
-- `recovery`: SIGKILL to Triton's Python stub, until a request is answered again, and the pools before and after.
-- `memory`: a pool that is larger than the card, a card that another process has filled, and one that it fills while the
-  server runs: what the operator is told, after how long; whether the server still answers.
+  moment at which all are let go, TPOT is a stream's mean time between tokens. `tokens_per_response` above 1 says that
+  the sending thread was behind and sent several tokens as one.
+- `faults`: another process takes the card's memory under the server; SIGKILL to Triton's Python stub, until a request
+  is answered again, and the pools before and after.
+- `starts`: a pool that is larger than the card, and a card that another process has filled: what the operator is told,
+  after how long.
 
 The last line is one JSON object.
 """
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +47,11 @@ from nibble.stage import console, run_stage
 from nibble.versions import versions
 
 RESULT = Path(__file__).parent / "results" / "serving_triton.json"
-SECTIONS = ("load", "recovery", "memory")
+SECTIONS = ("load", "faults", "starts")
 WAYS = ("engine", "triton", "front")
 LOADS = [(1, 1024), (16, 1024), (64, 1024)]
-LEFT_GIB = 4.0  # what another process leaves of the card: less than any engine here needs
+WARM_TOKENS = 16
+LEFT_GIB = 1.5  # what another process leaves of the card: less than any engine here needs
 HOG = """
 import sys, torch
 free, _ = torch.cuda.mem_get_info()
@@ -89,18 +93,39 @@ class Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what the options name and write it."""
+    """Measure what the options name and write it, record by record."""
     options = build_parser().parse_args(argv)
     context = max(prompt + options.tokens for _, prompt in options.load) + 64
     bench = Bench(options.engine.resolve(), context, max(streams for streams, _ in options.load), options.repeats)
     found: Record = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    measured: dict[str, Any] = {}
-    for section in options.only:
-        for record in measure(bench, section, options):
-            console.print_json(json.dumps(record), indent=None)
-            measured.setdefault(section, []).append(record | {"commit": measured_commit()})
-            write_text(options.out, json.dumps(describe(bench) | found | measured, indent=2) + "\n")
-    print(json.dumps(describe(bench) | found | measured))
+    measured: dict[str, list[Record]] = {}
+    for section, record in measure(bench, options):
+        console.print_json(json.dumps(record), indent=None)
+        measured.setdefault(section, []).append(record | {"commit": measured_commit()})
+        write_text(options.out, json.dumps(found | describe(bench) | measured, indent=2) + "\n")
+    print(json.dumps(found | describe(bench) | measured))
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> Iterator[tuple[str, Record]]:
+    """Records with their section, as they come. What only waits for a process goes on beside the server's start."""
+    wanted = set(options.only)
+    if "starts" in wanted and not torch.cuda.is_available():
+        raise NibbleError("section starts: needs a GPU, allowed without one: load, faults")
+    with ThreadPoolExecutor() as beside:
+        in_vain = beside.submit(start_with_too_large_a_pool, bench) if "starts" in wanted else None
+        if wanted & {"load", "faults"}:
+            loads = "load" in wanted and "engine" in options.ways
+            loading = beside.submit(Engine.load, bench.engine_dir, bench.limits) if loads else None
+            with bench.server() as server:
+                engine = loading.result() if loading else None
+                if "load" in wanted:
+                    yield from (("load", record) for record in measure_loads(bench, server, engine, options))
+                if "faults" in wanted:
+                    yield from (("faults", record) for record in measure_faults(server))
+        if in_vain is not None:
+            yield "starts", in_vain.result()
+            with filled_card(LEFT_GIB):
+                yield "starts", {"case": f"another process leaves {LEFT_GIB:g} GiB", **start_in_vain(bench)}
 
 
 def describe(bench: Bench) -> Record:
@@ -116,53 +141,45 @@ def describe(bench: Bench) -> Record:
     }
 
 
-def measure(bench: Bench, section: str, options: argparse.Namespace) -> Iterator[Record]:
-    """The records of a section, as they come."""
-    if section == "load":
-        yield from measure_loads(bench, options.load, options.tokens)
-    elif section == "recovery":
-        yield measure_recovery(bench)
-    else:
-        yield from measure_memory(bench)
-
-
-def measure_loads(bench: Bench, loads: Sequence[tuple[int, int]], tokens: int) -> Iterator[Record]:
-    """Each load in three ways, in turn."""
-    with bench.server() as server, Clients(server, bench.names[0]) as clients:
-        engine = Engine.load(bench.engine_dir, bench.limits)
-        for streams, prompt in loads:
+def measure_loads(
+    bench: Bench, server: SoakServer, engine: Engine | None, options: argparse.Namespace
+) -> Iterator[Record]:
+    """Each load in several ways, in turn. engine: the one in this process."""
+    with Clients(server, bench.names[0]) as clients:
+        for streams, prompt in options.load:
             rounds: list[dict[str, Record]] = []
-            for number in range(bench.repeats + 1):  # the first warms up
-                prompts = [make_prompt(engine, prompt, number, index) for index in range(streams)]
-                times = {"engine": time_engine(engine, prompts, tokens)}
-                for way in WAYS[1:]:
-                    times[way] = clients.ask(way, [text for text, _ in prompts], tokens)
-                rounds.append({way: summarize(times[way], tokens) for way in WAYS})
-            for way in WAYS:
+            for number in range(bench.repeats + 1):  # the first warms up: shorter
+                prompts = [make_prompt(prompt, 1000 * number + index) for index in range(streams)]
+                tokens = options.tokens if number else min(options.tokens, WARM_TOKENS)
+                times = {
+                    way: time_engine(engine, prompts, tokens) if way == "engine" else clients.ask(way, prompts, tokens)
+                    for way in options.ways
+                }
+                rounds.append({way: summarize(times[way], tokens) for way in options.ways})
+            for way in options.ways:
                 taken = [each[way] for each in rounds[1:]]
                 values = {name: round(median(each[name] for each in taken), 2) for name in taken[0]}
-                yield {"way": way, "streams": streams, "prompt": prompt, "tokens": tokens, **values}
+                yield {"way": way, "streams": streams, "prompt": prompt, "tokens": options.tokens, **values}
 
 
-def make_prompt(engine: Engine, length: int, number: int, index: int) -> tuple[str, list[int]]:
-    """A text of about `length` tokens that shares no page with another, and its tokens."""
-    seed = torch.Generator().manual_seed(1000 * number + index)
-    letters = torch.randint(97, 123, (length,), generator=seed).tolist()
-    text = "".join(map(chr, letters))
-    return text, engine.encode(text)[:length]
+def make_prompt(length: int, seed: int) -> str:
+    """Random letters, which share no page with another seed's: as many tokens with a dummy's tokenizer of bytes."""
+    letters = torch.randint(97, 123, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return "".join(map(chr, letters))
 
 
-def time_engine(engine: Engine, prompts: Sequence[tuple[str, list[int]]], tokens: int) -> list[Times]:
+def time_engine(engine: Engine | None, prompts: Sequence[str], tokens: int) -> list[Times]:
     """The engine in this process."""
+    assert engine is not None
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     began = time.perf_counter()
-    arrivals: dict[str, list[float]] = {engine.submit(ids, params): [] for _, ids in prompts}
+    arrivals: dict[str, list[float]] = {engine.submit(engine.encode(text), params): [] for text in prompts}
     while engine.has_work:
         events = engine.step()
         now = time.perf_counter()
         for event in events:
             arrivals[event.request_id].append(now)
-    return [Times(began, seen[0], seen[-1]) for seen in arrivals.values()]
+    return [Times(began, seen[0], seen[-1], len(seen)) for seen in arrivals.values()]
 
 
 def summarize(times: Sequence[Times], tokens: int) -> Record:
@@ -176,15 +193,19 @@ def summarize(times: Sequence[Times], tokens: int) -> Record:
         "tpot_p50_ms": median(gaps),
         "tpot_p99_ms": percentile(gaps, 0.99),
         "tokens_per_s": len(times) * tokens / taken,
+        "tokens_per_response": len(times) * tokens / sum(each.responses for each in times),
     }
 
 
-def measure_recovery(bench: Bench) -> Record:
-    """SIGKILL to the stub: seconds until a request is answered; the pools must be as large as before."""
-    with bench.server() as server:
-        before = read_pools(server)
-        seconds = server.recover_from("stub", signal.SIGKILL)
-        return {"killed": "stub", "seconds": round(seconds, 1), "pools": before, "pools_after": read_pools(server)}
+def measure_faults(server: SoakServer) -> Iterator[Record]:
+    """A card that fills up under a running server, and a killed stub: then the pools must be as large as before."""
+    if torch.cuda.is_available():
+        with filled_card(0.25):
+            yield {"case": "another process takes the card's memory", "still_answers": server.answers()}
+    before = read_pools(server)
+    seconds = server.recover_from("stub", signal.SIGKILL)
+    after = read_pools(server)
+    yield {"case": "stub killed", "seconds": round(seconds, 1), "pools": before, "pools_after": after}
 
 
 def read_pools(server: SoakServer) -> str:
@@ -193,16 +214,10 @@ def read_pools(server: SoakServer) -> str:
     return found[-1] if found else ""
 
 
-def measure_memory(bench: Bench) -> Iterator[Record]:
-    """Memory that is not there, before and after the start. NibbleError without a GPU."""
-    if not torch.cuda.is_available():
-        raise NibbleError("section memory: needs a GPU, allowed without one: load, recovery")
+def start_with_too_large_a_pool(bench: Bench) -> Record:
+    """Twice the card."""
     _, total = torch.cuda.mem_get_info()
-    yield {"case": "pool larger than the card", **start_in_vain(bench, "--pool-mb", str(2 * total // 2**20))}
-    with filled_card(LEFT_GIB):
-        yield {"case": f"another process leaves {LEFT_GIB:g} GiB", **start_in_vain(bench)}
-    with bench.server() as server, filled_card(0.25):
-        yield {"case": "another process fills the card under a running server", "still_answers": server.answers()}
+    return {"case": "pool larger than the card", **start_in_vain(bench, "--pool-mb", str(2 * total // 2**20))}
 
 
 def start_in_vain(bench: Bench, *arguments: str) -> Record:
@@ -227,7 +242,7 @@ def filled_card(left_gib: float) -> Iterator[None]:
         assert process.stdout is not None
         assert process.stdin is not None
         if process.stdout.readline().strip() != "held":
-            raise NibbleError("section memory: the process that fills the card could not")
+            raise NibbleError("the process that was to fill the card could not")
         try:
             yield
         finally:
@@ -244,6 +259,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--load", type=_load, nargs="+", default=[(1, 1024), (16, 1024), (64, 1024)], help="STREAMSxPROMPT"
     )
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="of section load")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--repeats", type=int, default=2, help="rounds, after one that warms up")
     parser.add_argument("--only", nargs="+", default=list(SECTIONS), choices=SECTIONS)

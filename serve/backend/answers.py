@@ -1,4 +1,5 @@
-"""Token events of one request become responses: one for each event, or a single one when the request doesn't stream.
+"""Token events of one request become responses: one for each event or for several that came at once, or a single one
+when the request doesn't stream.
 
 Errors take two ways. Before the first response they are Triton errors, which clients see as failed requests. After it
 they travel inside a last response as finish_reason "error", because Triton loses or blocks on mid-stream errors in
@@ -8,7 +9,7 @@ ensembles and BLS.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,14 +62,19 @@ class Answer:
     def is_cancelled(self) -> bool:
         return self._channel.is_cancelled()
 
-    def take(self, event: TokenEvent) -> None:
-        """Send what this event makes ready to be sent."""
-        self._pending.append(event)
-        if event.finish_reason == "error":
-            self.fail("INTERNAL", event.error or "the engine gave no reason")
-        elif event.finish_reason == "cancelled" and self._channel.is_cancelled():
+    def take(self, events: Sequence[TokenEvent]) -> None:
+        """Send what these events, consecutive ones of the request, make ready: one response of a stream."""
+        last = events[-1]
+        if last.finish_reason == "error":
+            self._pending += events[:-1]
+            if self._streams and self._pending:
+                self._flush()
+            self.fail("INTERNAL", last.error or "the engine gave no reason")
+            return
+        self._pending += events
+        if last.finish_reason == "cancelled" and self._channel.is_cancelled():
             self._channel.close()
-        elif self._streams or event.finish_reason:
+        elif self._streams or last.finish_reason:
             self._flush()
 
     def fail(self, code: str, message: str) -> None:

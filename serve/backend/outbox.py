@@ -1,7 +1,8 @@
 """The sending thread: the only one that talks to clients, so that the engine never waits for one.
 
 A response is handed to Triton's process through shared memory and waited for, as is the question whether a client has
-gone (docs/log.md has what that is worth).
+gone (docs/log.md has what that is worth). An engine on a GPU makes tokens faster than that: what has come meanwhile for
+one client goes to it as one response, so that the thread never falls behind by more than one round of its clients.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Outbox:
         self._on_fault = on_fault
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._streaming: dict[str, Answer] = {}
+        self._ready: dict[str, list[TokenEvent]] = {}  # taken, not sent yet
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._next_poll = 0.0
 
@@ -44,7 +46,7 @@ class Outbox:
 
     def take(self, event: TokenEvent) -> None:
         """Send what an event of an open request makes ready to be sent."""
-        self._tasks.put(lambda: self._take(event))
+        self._tasks.put(lambda: self._ready.setdefault(event.request_id, []).append(event))
 
     def fail(self, answer: Answer, code: str, message: str) -> None:
         """End a request that was never opened."""
@@ -63,7 +65,10 @@ class Outbox:
         try:
             while (task := self._next_task()) is not None:
                 task()
+                if self._tasks.empty():
+                    self._send()
                 self._look_for_gone()
+            self._send()
         except Exception:
             self._on_fault(traceback.format_exc())
             raise
@@ -75,12 +80,16 @@ class Outbox:
         except queue.Empty:
             return lambda: None
 
-    def _take(self, event: TokenEvent) -> None:
-        self._streaming[event.request_id].take(event)
-        if event.finish_reason:
-            del self._streaming[event.request_id]
+    def _send(self) -> None:
+        """Everything that has been taken, one response a request."""
+        ready, self._ready = self._ready, {}
+        for request_id, events in ready.items():
+            self._streaming[request_id].take(events)
+            if events[-1].finish_reason:
+                del self._streaming[request_id]
 
     def _fail_open(self, message: str) -> None:
+        self._send()
         for answer in self._streaming.values():
             answer.fail("UNAVAILABLE", message)
         self._streaming.clear()

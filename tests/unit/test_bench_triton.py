@@ -14,11 +14,11 @@ from bench.trtllm_step import time_case
 
 
 def test_times_of_streams_become_figures() -> None:
-    times = [Times(1.0, 1.1, 1.4), Times(1.0, 1.3, 2.0)]
+    times = [Times(1.0, 1.1, 1.4, 4), Times(1.0, 1.3, 2.0, 2)]
     found = summarize(times, 4)
     assert found["ttft_p50_ms"] == pytest.approx(200) and found["ttft_p99_ms"] == pytest.approx(300)
     assert found["tpot_p50_ms"] == pytest.approx((100 + 700 / 3) / 2)
-    assert found["tokens_per_s"] == pytest.approx(8)
+    assert found["tokens_per_s"] == pytest.approx(8) and found["tokens_per_response"] == pytest.approx(8 / 6)
 
 
 def test_the_server_gets_the_limits_of_the_engine_beside_it() -> None:

@@ -6,17 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from jinja2 import TemplateError
 
 from nibble.errors import NibbleError
-from nibble.runtime import SamplingParams
+from nibble.runtime import SamplingParams, TokenEvent
+from nibble.runtime.request import FinishReason
 from serve.backend.answers import Answer
 from serve.backend.loop import Ask, EngineLoop
 from serve.backend.metrics import EngineMetrics
+from serve.backend.outbox import Outbox
 from serve.backend.requests import Question
 from tests.unit.serve_fakes import FakeChannel, FakeEngine, new_family_class
 
+END: dict[str, FinishReason | None] = {"a": None, "b": None, "c": FinishReason.LENGTH}
 CLOSING = {"kv_format": "int4", "kv_fallback_reason": ""}
 QUESTION = Question("abc", None, SamplingParams(max_tokens=4), stream=True, return_log_probs=False, priority=0)
 
@@ -59,14 +63,34 @@ def server() -> Iterator[Server]:
     server.loop.stop()
 
 
-def test_stream_sends_one_response_a_token(server: Server) -> None:
+def test_stream_sends_every_token_once(server: Server) -> None:
     channel = server.ask(QUESTION)
     wait_for(lambda: channel.is_final)
-    assert [response["text_output"] for response in channel.sent] == [[b"a"], [b"b"], [b"c"], [b"a"]]
-    assert [response["generated_tokens"] for response in channel.sent] == [[1], [2], [3], [4]]
-    assert [response["finish_reason"] for response in channel.sent] == [[b""], [b""], [b""], [b"length"]]
+    assert channel.text == "abca"
+    counts = [response["generated_tokens"][0] for response in channel.sent]
+    assert [len(response["token_ids"]) for response in channel.sent] == np.diff([0, *counts]).tolist()
+    assert [response["finish_reason"] for response in channel.sent] == [*[[b""]] * (len(counts) - 1), [b"length"]]
     assert channel.sent[-1]["kv_format"] == [b"int4"]
     assert "output_log_probs" not in channel.sent[0]
+
+
+def test_tokens_that_waited_for_the_sender_go_as_one_response() -> None:
+    outbox, channels = Outbox(lambda _: None, pytest.fail), {name: FakeChannel() for name in "xyz"}
+    for name, channel in channels.items():
+        outbox.open(name, Answer(channel, QUESTION, CLOSING))
+    for number, text in enumerate("abc", 1):
+        for name in "xy":
+            outbox.take(TokenEvent(name, number, text, generated_tokens=number, finish_reason=END[text]))
+    outbox.take(TokenEvent("z", 1, "a", generated_tokens=1))
+    outbox.take(TokenEvent("z", None, "", finish_reason=FinishReason.ERROR, error="bad thing"))
+    outbox.start()  # all of it has come before
+    outbox.close()
+    for name in "xy":
+        (response,) = channels[name].sent
+        assert (response["text_output"], response["token_ids"]) == ([b"abc"], [1, 2, 3])
+        assert response["generated_tokens"] == [3] and channels[name].is_final
+    assert [response["text_output"] for response in channels["z"].sent] == [[b"a"], [b""]]
+    assert channels["z"].sent[-1]["error_message"] == [b"bad thing"]
 
 
 def test_without_stream_there_is_one_response(server: Server) -> None:
@@ -92,7 +116,7 @@ def test_bad_requests_fail_alone(server: Server) -> None:
     wait_for(lambda: bad.is_final and empty.is_final and good.is_final)
     assert bad.failures == [("INVALID_ARG", "wrong")]
     assert empty.failures == [("INVALID_ARG", "prompt: got no tokens, allowed 1 or more")]
-    assert len(good.sent) == 200
+    assert sum(len(response["token_ids"]) for response in good.sent) == 200
     wait_for(lambda: server.metric("nibble_requests_total", finish_reason="rejected") == 2)
 
 
