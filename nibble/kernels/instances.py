@@ -64,6 +64,11 @@ class DecodeInstance:
         return (self.max_warps - 2 - MERGERS) // self.head_tiles
 
     @property
+    def half_item_tokens(self) -> int:
+        """Tokens of a work item of an fp16 page, as cuda/config.cuh has it: no larger than an item of a sealed page."""
+        return 8 if self.head_dim > 192 and not self.fmt.is_fp16 else 16
+
+    @property
     def max_registers(self) -> int:
         return {12: 168, 16: 128}[self.max_warps]
 
@@ -174,7 +179,7 @@ def all_decode_instances() -> list[DecodeInstance]:
 
 
 def _stage_bytes(instance: DecodeInstance) -> int:
-    half_item = 64 * instance.head_dim  # 16 tokens of K and of V
+    half_item = 4 * instance.head_dim * instance.half_item_tokens  # K and V
     if instance.fmt.is_fp16:
         return half_item
     layout = SealedPageLayout(instance.fmt, instance.head_dim)

@@ -55,8 +55,8 @@ def test_the_default_format_compiles_for_every_architecture(architecture: str) -
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_launch_fits_the_multiprocessor(instance: DecodeInstance, architecture: str) -> None:
-    is_static = instance.k.scale is ScaleKind.STATIC_CHANNEL
-    if instance.head_dim == 256 and instance.head_tiles == 2 and is_static and SHARED_BYTES[architecture] < 110_000:
+    static_int8 = instance.k == TensorFormat(8, ScaleKind.STATIC_CHANNEL)
+    if instance.head_dim == 256 and instance.head_tiles == 2 and static_int8 and SHARED_BYTES[architecture] < 110_000:
         with pytest.raises(NibbleError, match="does not fit the shared memory"):
             plan_decode(instance, architecture)
         return

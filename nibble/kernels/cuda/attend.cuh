@@ -54,6 +54,13 @@ DEVICE uint4 load_chunk(u32 at, int chunk, int j) {
 }
 
 // ---- fp16 items: K rows, then V rows ----
+// An item of eight tokens leaves the rows g + 8 empty.
+constexpr bool kHasUpperRows = kHalfItemTokens == 16;
+
+DEVICE uint4 load_upper_chunk(u32 at, int chunk, int j) {
+    return kHasUpperRows ? load_chunk(at, chunk, j) : make_uint4(0, 0, 0, 0);
+}
+
 DEVICE void attend_half(const ItemContext& x, const ItemHeader& header, u32 stage, RunningState& s) {
     const int g = x.lane / 4, j = x.lane & 3;
     float scores[1][4] = {};
@@ -62,7 +69,7 @@ DEVICE void attend_half(const ItemContext& x, const ItemHeader& header, u32 stag
     for (int chunk = 0; chunk < kQueryChunks; ++chunk) {
         const bool whole = chunk_channels(chunk) == 8;
         const uint4 low = load_chunk(stage + g * kHalfRowBytes, chunk, j);
-        const uint4 high = load_chunk(stage + (g + 8) * kHalfRowBytes, chunk, j);
+        const uint4 high = load_upper_chunk(stage + (g + 8) * kHalfRowBytes, chunk, j);
         const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
         const uint4 b = load_shared16(q + chunk * 512);
         mma(scores[0], first, b.x, b.y);
@@ -72,6 +79,7 @@ DEVICE void attend_half(const ItemContext& x, const ItemHeader& header, u32 stag
     scores[0][0] *= f0, scores[0][2] *= f0, scores[0][1] *= f1, scores[0][3] *= f1;
     const bool masked = needs_mask(header, kHalfItemTokens);
     if (masked) mask_scores<1>(header, scores, [&](int, int e) { return g + 8 * e; });
+    if (!kHasUpperRows) scores[0][2] = scores[0][3] = -__int_as_float(0x7f800000);
     convert(x.p, x.kv_head, s, false, x.lane);
     softmax_step<1>(s, scores);
     u32 b[2];
@@ -90,7 +98,7 @@ DEVICE void attend_half(const ItemContext& x, const ItemHeader& header, u32 stag
 #pragma unroll
     for (int chunk = 0; chunk < kQueryChunks; ++chunk) {
         const uint4 low = load_chunk(values + g * kHalfRowBytes, chunk, j);
-        const uint4 high = load_chunk(values + (g + 8) * kHalfRowBytes, chunk, j);
+        const uint4 high = load_upper_chunk(values + (g + 8) * kHalfRowBytes, chunk, j);
         const u32 rows[4] = {low.x, low.y, low.z, low.w}, later_rows[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int c = 2 * chunk; c < min(2 * chunk + 2, kChannelTiles); ++c) {
@@ -140,6 +148,11 @@ DEVICE void multiply_keys(const ItemContext& x, u32 stage, u32 parameters,
     const u32 q = x.queries(kKScale == kStaticChannel), q_lost = x.queries(2);
     float even_zero[4] = {}, odd_zero[4] = {};
     uint4 b, lost;
+    // With two tiles of tokens, chains of products that add to the same sum would be what an item takes: the lost part has
+    // sums of its own.
+    constexpr bool kApart = kSplit && kTokenTiles < 4;
+    float apart[kApart ? kTokenTiles : 1][4] = {};
+    const auto lost_sum = [&](int token_tile) -> float(&)[4] { return kApart ? apart[token_tile] : scores[token_tile]; };
     u32 words[Reader::kLoadWords];
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles * kChannelTiles; ++tile) {
@@ -165,14 +178,18 @@ DEVICE void multiply_keys(const ItemContext& x, u32 stage, u32 parameters,
         Reader::unpack(a, words, tile % Reader::kLoadTiles);
         if (channel_tile % 2 == 0) {
             mma(scores[token_tile], a, b.x, b.y);
-            if (kSplit) mma(scores[token_tile], a, lost.x, lost.y);
+            if (kSplit) mma(lost_sum(token_tile), a, lost.x, lost.y);
         } else {
             mma(scores[token_tile], a, b.z, b.w);
-            if (kSplit) mma(scores[token_tile], a, lost.z, lost.w);
+            if (kSplit) mma(lost_sum(token_tile), a, lost.z, lost.w);
         }
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) zero[h] = even_zero[h] + odd_zero[2 + h];
+    if constexpr (kApart) {
+#pragma unroll
+        for (int i = 0; i < 4 * kTokenTiles; ++i) scores[i / 4][i % 4] += apart[i / 4][i % 4];
+    }
 }
 
 // From products with codes to scores in log2 units.

@@ -11,7 +11,8 @@ extern "C" __global__ void __launch_bounds__(kRows * kQuads) combine_splits(cons
     const int kv_head_index = blockIdx.x / p.group, head = blockIdx.x - kv_head_index * p.group;
     const int batch = kv_head_index / p.kv_heads, kv_head = kv_head_index - batch * p.kv_heads;
     const int num_splits = visible_pages(p, p.seq_lens[batch]).num_splits;
-    overlap_launches();  // the lengths are older than the kernel before
+    start_next_kernel();         // it waits for this one
+    wait_for_previous_kernel();  // the lengths are older than that
     if (num_splits == 1) return;
 
     const long long first = static_cast<long long>(kv_head_index) * p.max_splits;

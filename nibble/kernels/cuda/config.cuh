@@ -22,7 +22,8 @@ constexpr int kQueryChunks = (kChannelTiles + 1) / 2;  // 16-byte pieces a lane 
 constexpr int kHeadSlots = 8 * kHeadTiles;
 constexpr int kItemTokens = 16 * kTokenTiles;
 constexpr int kItemsPerPage = kPageTokens / kItemTokens;
-constexpr int kHalfItemTokens = 16;                    // tokens of a work item of an fp16 page
+// Tokens of a work item of an fp16 page: as many as make it no larger than an item of a sealed page.
+constexpr int kHalfItemTokens = kCoded && kHeadDim > 192 ? 8 : 16;
 constexpr int kHalfRowBytes = 2 * kHeadDim;
 constexpr int kKItemBytes = kItemTokens * kHeadDim * kKBits / 8;
 constexpr int kVItemBytes = kItemTokens * kHeadDim * kVBits / 8;

@@ -1,6 +1,6 @@
 // Decode attention over a paged cache of fp16 and sealed pages, one launch for a whole batch.
 //
-// A persistent block: consumers that attend over an item each (a sealed page or a part of one, or 16 tokens of an fp16
+// A persistent block: consumers that attend over an item each (a sealed page or a part of one, or 16 or 8 tokens of an fp16
 // page; a warp for every eight query heads), a producer warp that keeps a ring of items in flight with bulk copies, a query
 // warp that prepares the operands of the next unit, and merger warps that make one result of the last. Units are what
 // blocks deal in: a split of one sequence and KV head (schedule.cuh). Nobody waits for a whole block inside a list of units.
@@ -107,6 +107,20 @@ DEVICE void run_consumer(const DecodeParams& p, const Carved& c, int warp, int l
     finish_unit(p, c, s->units[(n - 1) % kUnitTable], {warp, warps, lane});
 }
 
+// Whether a length that this thread looks after, or that of its unit, is another than when `count` units were listed.
+DEVICE bool is_stale(const DecodeParams& p, const Carved& c, int count, int helper) {
+    bool stale = false;
+    for (int b = helper; b < p.batch; b += kHelpers * 32) {
+        const int splits = visible_pages(p, load_past_l1(p.seq_lens + b)).num_splits;
+        stale |= splits != c.splits_before[b + 1] - c.splits_before[b];
+    }
+    if (helper < count) {
+        const Unit& unit = c.fixed->units[helper];
+        stale |= unit.seq_len != load_past_l1(p.seq_lens + unit.batch);
+    }
+    return stale;
+}
+
 // The warps that do not consume list this block's units from number `begin` on, at most kUnitTable; how many they are.
 DEVICE int list_units(const DecodeParams& p, const Carved& c, int begin, int helper) {
     const int index = blockIdx.x + (begin + helper) * gridDim.x;
@@ -115,15 +129,28 @@ DEVICE int list_units(const DecodeParams& p, const Carved& c, int begin, int hel
     return count_among(kHelpers * 32, exists);
 }
 
+// Lists the first units before the kernel ahead has ended, from lengths that it may still be writing, and again if they were
+// not what they are then. Nothing else of that kernel is read before it has ended.
+DEVICE int list_first_units(const DecodeParams& p, const Carved& c, int helper, Producer& producer) {
+    for (bool again = false;; again = true) {
+        if (helper < 32) count_splits(p, c.splits_before, helper);
+        count_among(kHelpers * 32, true);
+        const int count = list_units(p, c, 0, helper);
+        if (again) return count;
+        wait_for_previous_kernel();
+        start_next_kernel();
+        if (helper < 32 && count > 0) producer.look_ahead(c.fixed->units[0]);
+        if (count_among(kHelpers * 32, is_stale(p, c, count, helper)) == 0) return count;
+        producer.forget();
+    }
+}
+
 DEVICE void run_helper(const DecodeParams& p, const Carved& c, int warp, int lane) {
     Shared* s = c.fixed;
     const int helper = warp * 32 + lane;
-    overlap_launches();
-    if (warp == 0) count_splits(p, c.splits_before, lane);
-    count_among(kHelpers * 32, true);
-    u32 items = 0;
+    Producer producer(p, c, lane);
     for (int begin = 0, end;; begin = end) {
-        end = begin + list_units(p, c, begin, helper);
+        end = begin + (begin == 0 ? list_first_units(p, c, helper, producer) : list_units(p, c, begin, helper));
         if (kWarpArrivals == 32 || helper == 0) {
             if (helper == 0) s->listed_end = end;
             barrier_arrive(shared_address(&s->listed));
@@ -131,7 +158,6 @@ DEVICE void run_helper(const DecodeParams& p, const Carved& c, int warp, int lan
         if (begin == end) return;
         const bool is_last = is_last_unit(p, c, end - 1);
         if (warp == 0) {
-            Producer producer(p, c, lane, items);
             for (int n = begin; n < end; ++n) producer.fill(s->units[n % kUnitTable]);
             producer.finish();
         } else if (warp == 1) {

@@ -96,7 +96,7 @@ DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit
 DEVICE void merge_units(const DecodeParams& p, const Carved& c, int begin, int end, const Merger& merger) {
     Shared* s = c.fixed;
     for (int n = begin; n < end; ++n) {
-        barrier_wait(shared_address(&s->merge_full), n & 1);
+        barrier_wait_asleep(shared_address(&s->merge_full), n & 1);
         __syncwarp();
         finish_unit(p, c, s->units[n % kUnitTable], merger);
         __syncwarp();

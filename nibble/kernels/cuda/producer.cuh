@@ -42,25 +42,37 @@ struct Producer {
     const DecodeParams& p;
     const Carved& shared;
     int lane;
-    u32& items;   // numbered so far
-    Errand next;  // fetched ahead
+    u32 items;        // numbered so far
+    int items_ahead;  // of the unit that comes next, fetched before it was asked for
+    Errand next;      // fetched ahead
 
-    DEVICE Producer(const DecodeParams& params, const Carved& carved, int lane_id, u32& items_before)
-        : p(params), shared(carved), lane(lane_id), items(items_before) {
-        next.wanted = false;
+    DEVICE Producer(const DecodeParams& params, const Carved& carved, int lane_id)
+        : p(params), shared(carved), lane(lane_id) {
+        forget();
+    }
+    // Back to the state before anything was fetched.
+    DEVICE void forget() { items = items_ahead = 0, next.wanted = false; }
+    // Looks up the first pages of a unit that may turn out to be another.
+    DEVICE void look_ahead(const Unit& unit) {
+        next = fetch(unit, 0);
+        items_ahead = batch_size();
     }
 
     // No stage twice in a batch: its barrier could not tell the two fillings apart.
     DEVICE int batch_size() const { return min(32, p.stages); }
 
     DEVICE void fill(const Unit& unit) {
-        for (int first = 0; first < unit.num_items; first += batch_size()) {
+        for (int first = items_ahead; first < unit.num_items; first += batch_size()) {
             const Errand errand = fetch(unit, first);
             run(next);
             next = errand;
         }
+        items_ahead = 0;
     }
-    DEVICE void finish() { run(next); }
+    DEVICE void finish() {
+        run(next);
+        next.wanted = false;
+    }
 
   private:
     DEVICE Errand fetch(const Unit& unit, int first) {
@@ -68,7 +80,8 @@ struct Producer {
         Errand e;
         e.wanted = lane < listed;
         e.item = find_item(p, unit, first + lane);
-        e.entry = e.wanted ? p.block_table[static_cast<long long>(unit.batch) * p.max_pages + e.item.page] : 0;
+        const int page = min(max(e.item.page, 0), p.max_pages - 1);  // a unit that is looked ahead for may be nonsense
+        e.entry = e.wanted ? p.block_table[static_cast<long long>(unit.batch) * p.max_pages + page] : 0;
         e.kv_head = unit.kv_head;
         e.seq_len = unit.seq_len;
         e.number = items + lane;

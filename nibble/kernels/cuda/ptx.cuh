@@ -98,13 +98,23 @@ DEVICE void store_shared16(u32 address, uint4 x) {
 }
 
 // ---- launches ----
-// Waits for what the previous kernel wrote, and lets the next one start its launch: whatever was written before this kernel
-// is there for both.
-DEVICE void overlap_launches() {
+// Waits for the previous kernel and for what it wrote.
+DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the next kernel start its launch, once all blocks say so: what it does before it waits overlaps this kernel.
+DEVICE void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+// A word that the previous kernel may be writing: past the L1 cache, which would keep the old one.
+DEVICE int load_past_l1(const int* from) {
+    int y;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(y) : "l"(from) : "memory");
+    return y;
 }
 
 // ---- barriers ----
@@ -150,6 +160,10 @@ DEVICE bool barrier_poll(u32 barrier, u32 parity) {
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     while (!barrier_poll(barrier, parity)) {
     }
+}
+// The same for a warp with time: asking again and again takes issue slots from those that have work.
+DEVICE void barrier_wait_asleep(u32 barrier, u32 parity) {
+    while (!barrier_poll(barrier, parity)) asm volatile("nanosleep.u32 200;" ::: "memory");
 }
 // One lane arrives for its warp, which has synchronised; a word is changed by one thread while others watch. racecheck
 // understands neither: it takes an arrival to speak for the arriving thread alone. For it, every lane arrives and words are

@@ -132,7 +132,7 @@ DEVICE void prepare_queries(const DecodeParams& p, const Unit& unit, Shared* s, 
 // The query warp: a unit's queries go to the buffer of its number's parity once the consumers have read the one before.
 DEVICE void prepare_units(const DecodeParams& p, Shared* s, int begin, int end, int lane) {
     for (int n = begin; n < end; ++n) {
-        barrier_wait(shared_address(&s->query_empty[n & 1]), n >> 1 & 1 ^ 1);
+        barrier_wait_asleep(shared_address(&s->query_empty[n & 1]), n >> 1 & 1 ^ 1);
         prepare_queries(p, s->units[n % kUnitTable], s, n & 1, lane);
         __syncwarp();
         arrive_for_warp(shared_address(&s->query_full[n & 1]), lane);

@@ -54,7 +54,7 @@ DEVICE void count_splits(const DecodeParams& p, int* splits_before, int lane) {
     int total = 0;
     for (int base = 0; base < p.batch; base += 32) {
         const int b = base + lane;
-        int sum = b < p.batch ? visible_pages(p, p.seq_lens[b]).num_splits : 0;
+        int sum = b < p.batch ? visible_pages(p, load_past_l1(p.seq_lens + b)).num_splits : 0;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int left = __shfl_up_sync(kFullMask, sum, step);
@@ -91,7 +91,7 @@ DEVICE Unit find_unit(const DecodeParams& p, const int* splits_before, int index
     }
     Unit unit;
     unit.batch = low;
-    unit.seq_len = p.seq_lens[low];
+    unit.seq_len = load_past_l1(p.seq_lens + low);
     const Visible v = visible_pages(p, unit.seq_len);
     const int inside = index - p.kv_heads * splits_before[low];
     unit.split = divide(inside, p.kv_heads);

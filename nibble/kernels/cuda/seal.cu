@@ -21,6 +21,16 @@ constexpr int kRowWords = kHeadDim / 2;
 constexpr float kSmallestScale = 6.103515625e-05f;  // 2^-14
 constexpr float kRound = 12582912.0f;               // 1.5 * 2^23: a float plus this has its rounded value in its low bits
 
+// Does `kCount` things, the threads side by side; unrolled, since the turns are known.
+template <int kCount, class Do>
+DEVICE void share_out(Do do_one) {
+#pragma unroll
+    for (int turn = 0; turn < (kCount + kThreads - 1) / kThreads; ++turn) {
+        const int i = threadIdx.x + turn * kThreads;
+        if (kCount % kThreads == 0 || i < kCount) do_one(turn, i);
+    }
+}
+
 // fp16 rows of K or V. Half of the rows have their 16-byte pieces in another order, so that the lanes of a quarter warp,
 // whose tokens lie eight or sixteen apart, find them in different banks. (80 and 96 channels are no whole eights of pieces.)
 struct Page {
@@ -84,17 +94,16 @@ DEVICE void store_parameters(Parameters& to, u16* in_page, int count, int index,
 // A channel's range over the 64 tokens: four lanes a pair of channels.
 template <int kBits>
 DEVICE void find_channel_parameters(const Page& page, Parameters& to, u16* in_page) {
-    for (int i = threadIdx.x; i < (4 * kRowWords + 31) / 32 * 32; i += kThreads) {
+    share_out<(4 * kRowWords + 31) / 32 * 32>([&](int, int i) {
         const int pair = min(i / 4, kRowWords - 1), part = i & 3;
         PairRange range;
 #pragma unroll
-        for (int token = part; token < kPageTokens; token += 4) range.add(page.pair(token, pair));
+        for (int k = 0; k < kPageTokens / 4; ++k) range.add(page.pair(part + 4 * k, pair));
         range.add_neighbours<4>();
-        if (i / 4 < kRowWords && part == 0)
-            store_parameters<kBits>(to, in_page, kHeadDim, 2 * pair, half_low(range.low), half_low(range.high));
-        if (i / 4 < kRowWords && part == 1)
-            store_parameters<kBits>(to, in_page, kHeadDim, 2 * pair + 1, half_high(range.low), half_high(range.high));
-    }
+        const float low = part ? half_high(range.low) : half_low(range.low);
+        const float high = part ? half_high(range.high) : half_low(range.high);
+        if (i / 4 < kRowWords && part < 2) store_parameters<kBits>(to, in_page, kHeadDim, 2 * pair + part, low, high);
+    });
 }
 
 // A token's range over its channels: four lanes a token.
@@ -103,7 +112,8 @@ DEVICE void find_token_parameters(const Page& page, Parameters& to, u16* in_page
     const int token = threadIdx.x / 4, part = threadIdx.x & 3;
     PairRange range;
 #pragma unroll
-    for (int piece = part; piece < kHeadDim / 8; piece += 4) {
+    for (int k = 0; k < (kHeadDim / 8 + 3) / 4; ++k) {
+        const int piece = min(part + 4 * k, kHeadDim / 8 - 1);
         const uint4 x = *reinterpret_cast<const uint4*>(page.words + page.place(token, piece));
         range.add(x.x), range.add(x.y), range.add(x.z), range.add(x.w);
     }
@@ -122,12 +132,13 @@ DEVICE void find_parameters(const Page& page, Parameters& to, u16* in_page, cons
             to.scale[i] = __fdiv_rn(1.0f, scale[i]), to.zero[i] = zero[i];
 }
 
-// The code of a value, plus what kRound leaves in the bits above. A page's own zero point is below all of its values.
+// The code of a value, plus what kRound leaves in the bits above. With a page's own parameters, no finite value leaves the
+// range of codes; with static ones it may.
 template <int kBits, int kKind>
 DEVICE u32 code_of(u32 pair, int odd, float zero, float scale) {
     float code = __fmul_rn(__fsub_rn(odd ? half_high(pair) : half_low(pair), zero), scale);
-    if (kKind == kStaticChannel) code = fmaxf(code, 0.0f);
-    return __float_as_uint(__fadd_rn(fminf(code, static_cast<float>((1 << kBits) - 1)), kRound));
+    if (kKind == kStaticChannel) code = fminf(fmaxf(code, 0.0f), static_cast<float>((1 << kBits) - 1));
+    return __float_as_uint(__fadd_rn(code, kRound));
 }
 
 // What one lane has of a tile, gathered code by code.
@@ -260,22 +271,18 @@ struct ValueTiles {
 // All pieces that a thread has in `kChunks` chunks from `first_chunk` on.
 template <class Tiles, int kFirstChunk, int kChunks>
 struct Share {
-    static constexpr int kPieces = Tiles::kPieces * kChunks, kTurns = (kPieces + kThreads - 1) / kThreads;
-    Tiles turns[kTurns > 0 ? kTurns : 1];
+    static constexpr int kPieces = Tiles::kPieces * kChunks;
+    Tiles turns[kPieces / kThreads + 1];
 
     DEVICE void make(const Page& page, const Parameters& by) {
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-            const int i = threadIdx.x + turn * kThreads;
-            if (i < kPieces) turns[turn].make(page, by, kFirstChunk + i / Tiles::kPieces, i % Tiles::kPieces);
-        }
+        share_out<kPieces>([&](int turn, int i) {
+            turns[turn].make(page, by, kFirstChunk + i / Tiles::kPieces, i % Tiles::kPieces);
+        });
     }
     DEVICE void store(u32* codes) const {
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-            const int i = threadIdx.x + turn * kThreads;
-            if (i < kPieces) turns[turn].store(codes, kFirstChunk + i / Tiles::kPieces, i % Tiles::kPieces);
-        }
+        share_out<kPieces>([&](int turn, int i) {
+            turns[turn].store(codes, kFirstChunk + i / Tiles::kPieces, i % Tiles::kPieces);
+        });
     }
 };
 
@@ -293,18 +300,18 @@ struct PageCodes {
 // Starts the copies of K and V of a page; each thread waits for its own.
 DEVICE void load_page(const Page& page, const u8* from) {
     constexpr int kPieces = kHeadDim / 8;
-#pragma unroll
-    for (int i = threadIdx.x; i < kPageTokens * kPieces; i += kThreads)
+    share_out<kPageTokens * kPieces>([&](int, int i) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
                          shared_address(page.words + page.place(i / kPieces, i % kPieces))),
                      "l"(from + i * 16)
                      : "memory");
+    });
 }
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-DEVICE void store_bytes(u8* to, const void* from, int bytes) {
-    for (int i = threadIdx.x; i < bytes / 16; i += kThreads)
-        reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+template <int kBytes>
+DEVICE void store_bytes(u8* to, const void* from) {
+    share_out<kBytes / 16>([&](int, int i) { reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i]; });
 }
 
 // Shared memory: K rows, V rows, parameters. Once all codes are made they take the place of the rows.
@@ -328,23 +335,23 @@ DEVICE void seal_page(const SealParams& p, const u8* k, const u8* v, u8* sealed,
     keys.store(k_page.words);
     values.store(v_page.words);
     __syncthreads();
-    store_bytes(sealed, k_page.words, kKPageBytes);
-    store_bytes(sealed + kKPageBytes, v_page.words, kVPageBytes);
-    store_bytes(sealed + kKPageBytes + kVPageBytes, parameters, kKParameterBytes + kVParameterBytes);
+    store_bytes<kKPageBytes>(sealed, k_page.words);
+    store_bytes<kVPageBytes>(sealed + kKPageBytes, v_page.words);
+    store_bytes<kKParameterBytes + kVParameterBytes>(sealed + kKPageBytes + kVPageBytes, parameters);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim <= 128 ? 6 : 3) seal_pages(const SealParams p) {
     extern __shared__ __align__(16) u32 memory[];
     const int open_page = p.open_pages[blockIdx.x], sealed_page = p.sealed_pages[blockIdx.x], head = blockIdx.y;
     if (open_page < 0 || sealed_page < 0) return;
-    constexpr long long kHeadBytes = static_cast<long long>(kPageTokens) * kHalfRowBytes;
+    constexpr int kHeadBytes = kPageTokens * kHalfRowBytes;
     const u8* k = p.open_pool + (static_cast<long long>(open_page) * 2 * p.kv_heads + head) * kHeadBytes;
     const u8* v = k + p.kv_heads * kHeadBytes;
     u8* sealed = p.sealed_pool + (static_cast<long long>(sealed_page) * p.kv_heads + head) * kPageBytes;
     if constexpr (kCoded) {
         seal_page(p, k, v, sealed, head, memory);
     } else {
-        store_bytes(sealed, k, kHeadBytes);
-        store_bytes(sealed + kHeadBytes, v, kHeadBytes);
+        store_bytes<kHeadBytes>(sealed, k);
+        store_bytes<kHeadBytes>(sealed + kHeadBytes, v);
     }
 }

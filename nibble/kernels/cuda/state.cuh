@@ -68,37 +68,43 @@ DEVICE void convert(const DecodeParams& p, int kv_head, RunningState& s, bool to
     if (to_coded) scale_out(s, 1.0f / kCodeUnit, 1.0f / (kCodeUnit * kUpper));
 }
 
-// One step of the online softmax: scores (log2 units) become probabilities; the state is rescaled to the new maximum.
+// How far, in log2 units, scores may lie above the state's reference before that is moved: a probability is at most 4 then,
+// which times any scale of V (at most 131008 / 15) fits fp16.
+constexpr float kSlack = 2;
+
+// One step of the online softmax: scores (log2 units) become probabilities relative to the state's reference.
 template <int kTiles>
 DEVICE void softmax_step(RunningState& s, float (&scores)[kTiles][4]) {
-    float by[2];
-    bool changed = false;
+    float reference[2];
+    bool moves = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        float largest = s.largest[h];
+        float largest = fmaxf(scores[0][h], scores[0][2 + h]);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) largest = fmaxf(largest, fmaxf(scores[tile][h], scores[tile][2 + h]));
+        for (int tile = 1; tile < kTiles; ++tile) largest = fmaxf(largest, fmaxf(scores[tile][h], scores[tile][2 + h]));
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullMask, largest, step));
-        by[h] = exp2_fast(s.largest[h] - largest);
-        changed |= largest != s.largest[h];
-        s.largest[h] = largest;
-        float sum = 0;
+        reference[h] = largest > s.largest[h] + kSlack ? largest : s.largest[h];
+        moves |= reference[h] != s.largest[h];
+    }
+    if (__any_sync(kFullMask, moves)) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float by = exp2_fast(s.largest[h] - reference[h]);
+            s.largest[h] = reference[h];
+            s.sum[h] *= by, s.zero[h] *= by;
+#pragma unroll
+            for (int c = 0; c < kChannelTiles; ++c) s.out[c][h] *= by, s.out[c][2 + h] *= by;
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
                 float& x = scores[tile][2 * row + h];
-                x = exp2_fast(x - largest);
-                sum += x;
+                x = exp2_fast(x - s.largest[h]);
+                s.sum[h] += x;
             }
-        s.sum[h] = s.sum[h] * by[h] + sum;
-    }
-    if (!__any_sync(kFullMask, changed)) return;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        s.zero[h] *= by[h];
-#pragma unroll
-        for (int c = 0; c < kChannelTiles; ++c) s.out[c][h] *= by[h], s.out[c][2 + h] *= by[h];
-    }
 }
