@@ -154,11 +154,11 @@ def make_search_model(request: SearchRequest, source: Path, console: Console) ->
     """The model over fake caches of the request's candidates, as the build would store them."""
     from calibrate.search_measure import SearchModel
 
-    transforms = _key_transforms(request, source, console)
+    remedies, transforms = _as_built(request, source, console)
     scales = _static_scales(request, source, transforms, console)
     with console.status("loading the model"):
         model = load_model(source, request.model.dtype, **device_options())
-    return SearchModel(model, scales, transforms, read_shape(source))
+    return SearchModel(model, scales, transforms, read_shape(source), remedies)
 
 
 def _work(request: SearchRequest, layers: int) -> int:
@@ -190,18 +190,22 @@ def _static_scales(
     return scales
 
 
-def _key_transforms(request: SearchRequest, source: Path, console: Console) -> dict[str, dict[int, KeyTransform]]:
-    """What the build would do to K before it is stored, for each candidate."""
+def _as_built(
+    request: SearchRequest, source: Path, console: Console
+) -> tuple[dict[str, dict[int, KVFormat]], dict[str, dict[int, KeyTransform]]]:
+    """What the build would do in layers that a candidate does not suit: another format, and what is done to K."""
     from build.key_plan import plan_key_transforms
     from build.preflight import run_preflight
 
     count, context = read_shape(source).num_layers, request.search.context_tokens
-    found = {}
+    remedies: dict[str, dict[int, KVFormat]] = {}
+    transforms: dict[str, dict[int, KeyTransform]] = {}
     for fmt in request.candidates:
         preflight = run_preflight(source, [fmt] * count, request.calibration, context)
-        plan = plan_key_transforms(source, request.model, [fmt] * count, preflight, console)
-        found[fmt.name] = plan.transforms
-    return found
+        remedies[fmt.name] = {layer: found for layer, (found, _) in preflight.formats.items()}
+        formats = [remedies[fmt.name].get(layer, fmt) for layer in range(count)]
+        transforms[fmt.name] = plan_key_transforms(source, request.model, formats, preflight, console).transforms
+    return remedies, transforms
 
 
 def _measure(request: SearchRequest, subject: SearchModel, windows: SearchWindows, memory: SearchMemory) -> Figures:

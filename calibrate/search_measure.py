@@ -28,6 +28,7 @@ FP16 = FORMATS["fp16"]
 
 Scales = dict[str, list[LayerScales]]  # by format name, for the static ones
 Transforms = dict[str, dict[int, KeyTransform]]  # by format name, then layer
+Remedies = dict[str, dict[int, KVFormat]]  # likewise: what the pre-flight gives a layer instead
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,25 @@ class Trace:
 class SearchModel:
     """A model over fake caches. Changes its attention."""
 
-    def __init__(self, model: PreTrainedModel, scales: Scales, transforms: Transforms, shape: ModelShape) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        scales: Scales,
+        transforms: Transforms,
+        shape: ModelShape,
+        remedies: Remedies | None = None,
+    ) -> None:
         model.set_attn_implementation(FAKE_CACHE)
         self.model, self.scales, self.transforms, self.shape = model, scales, transforms, shape
+        self.remedies = remedies or {}
         self.layers: list[nn.Module] = list(model.base_model.layers)
 
     def spec(self, formats: list[KVFormat], policy: PagePolicy) -> CacheSpec:
         """The cache in which each layer has its format, with the static scales and the K transform that go with it."""
-        scales = {i: self.scales[fmt.name][i] for i, fmt in enumerate(formats) if fmt.needs_calibration}
         found = {i: self._transform(fmt, i) for i, fmt in enumerate(formats)}
         transforms = {i: transform for i, transform in found.items() if transform is not None}
+        formats = [self.remedies.get(fmt.name, {}).get(i, fmt) for i, fmt in enumerate(formats)]
+        scales = {i: self.scales[fmt.name][i] for i, fmt in enumerate(formats) if fmt.needs_calibration}
         return CacheSpec(tuple(formats), self.shape.num_kv_heads, self.shape.head_dim, policy, scales, transforms)
 
     def _transform(self, fmt: KVFormat, layer: int) -> KeyTransform | None:
