@@ -1,12 +1,15 @@
 """Decode attention on the GPU against the float64 oracle. Outputs are poisoned; unfilled rows of open pages are NaN."""
 
+import ctypes
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS, INT8_PAGE, KVFormat
+from nibble.kernels import compiler, driver
 from nibble.kernels.decode import DecodeWorkspace, decode_attention_op
 from nibble.kernels.instances import KERNEL_HEAD_DIMS
 from nibble.visibility import PagePolicy
@@ -122,6 +125,43 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with() -> None:
     batch.seq_lens.copy_(lengths)
     graph.replay()
     expected = batch.decode(workspace)
+    assert torch.equal(out, expected[0]) and torch.equal(log_sum_exp, expected[1])
+
+
+WRITE_LATE = """
+struct Params { int* lengths; const int* from; int count; };
+extern "C" __global__ void write_late(const Params p) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    for (long long begin = clock64(); clock64() - begin < 4000000;) {}
+    if (threadIdx.x < p.count) p.lengths[threadIdx.x] = p.from[threadIdx.x];
+}
+"""
+
+
+class WriteLateParams(ctypes.Structure):
+    _fields_ = [("lengths", ctypes.c_void_p), ("source", ctypes.c_void_p), ("count", ctypes.c_int)]
+
+
+@pytest.mark.parametrize("before", [(0, 0, 0), (4097, 3000, 1), (3000, 640, 4097), (2**31 - 1, -7, 2**20)])
+def test_lengths_may_be_written_by_the_kernel_before(
+    before: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units are listed while that kernel still runs, from whatever is there; what it then writes is what counts."""
+    (tmp_path / "late.cu").write_text(WRITE_LATE)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "SOURCE_DIR", tmp_path)
+        compiler._sources.cache_clear()
+        write_late = driver.load_function(compiler.KernelSource("late.cu"), "write_late", 0)
+    compiler._sources.cache_clear()
+    batch = make_batch(DecodeCase(INT4, (3000, 4097, 640)))
+    expected, lengths = batch.decode(), batch.seq_lens.clone()
+    batch.seq_lens.copy_(torch.tensor(before, dtype=torch.int32))
+    torch.cuda.synchronize()
+    parameters = WriteLateParams(batch.seq_lens.data_ptr(), lengths.data_ptr(), len(before))
+    driver.launch(write_late, 1, 32, 0, parameters, overlaps=True)
+    out, log_sum_exp = batch.decode()
     assert torch.equal(out, expected[0]) and torch.equal(log_sum_exp, expected[1])
 
 
