@@ -10,8 +10,10 @@ in a container that nobody has tried:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +81,8 @@ INTERFACES = (
 
 def check_interfaces(interfaces: tuple[Interface, ...] = INTERFACES) -> None:
     """NibbleError that lists all that the installed package lacks."""
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        raise NibbleError(f"tensorrt_llm: {sys.executable} has none; use the Python of a pinned container")
     missing = [line for interface in interfaces for line in _missing(interface)]
     if missing:
         raise NibbleError(

@@ -147,6 +147,11 @@ def test_other_versions_are_refused(package: Path) -> None:
         imported("attention_backend.utils")
 
 
+def test_a_python_without_the_package_is_named() -> None:
+    with pytest.raises(NibbleError, match="has none; use the Python of a pinned container"):
+        interfaces.check_interfaces()
+
+
 def test_a_package_that_lacks_what_we_take_is_refused_by_name(
     package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
