@@ -1,6 +1,6 @@
 """Recall of the needle model by cache format, length and depth: bench/results/needle.json.
 
-    python -m bench.needle bench/needle_model --out bench/results/needle.json        one GPU, a minute
+    python -m bench.needle FOLDER        a model of bench.needle_train; one GPU, a minute
 
 Three haystacks, by RULER's kinds: `single`, needles that are asked for and filler between them; `multikey`, half of
 the rest are needles that nobody asks for; `multivalue`, keys with four values in different places. Questions come last,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from bench.needle_language import ASK, ITEM_TOKENS, LONGEST_FILLER, VALUES_OF_KEY, Language, random_batch
+from eval.environment import current_commit
 from nibble.fake_cache import ROWS_AT_ONCE, TwoForms, attend, fake_cache_attention, sealed_view
 from nibble.formats import FORMATS, KVFormat, ScaleKind, TensorFormat
 from nibble.quantizer import static_parameters
@@ -175,6 +177,8 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Recall of each format over the cells that fp16 passes, by variant, and the same at the longest length."""
     cell = ("variant", "length", "depth")
     fp16 = {tuple(r[key] for key in cell): r["recall"] for r in records if r["format"] == "fp16"}
+    if not fp16:
+        return []
     rows = []
     for name in dict.fromkeys(record["format"] for record in records):
         row: dict[str, Any] = {"format": name}
@@ -232,27 +236,37 @@ def formats(needles: Needles) -> dict[str, CacheSpec]:
     }
 
 
+def provenance(training: dict[str, Any], device: str) -> dict[str, str]:
+    """What every record says of its model and machine. training: the model's training.json."""
+    trained = "trained" if training["log"] else "untrained"
+    start = "wired" if training["recipe"]["wired"] else "random"
+    card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    version = os.environ.get("NIBBLE_COMMIT") or current_commit()
+    return {"model": f"{start} start, {trained}", "device": card, "torch": torch.__version__, "commit": version}
+
+
 def main() -> None:
     """Measure and store; the last line of stdout is the summary as JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.needle", description="Recall by format, length and depth.")
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, default=Path("bench/results/needle.json"))
-    parser.add_argument("--formats", help="only these, separated by commas; fp16 must be one of them")
+    parser.add_argument("--formats", help="only these, separated by commas; a summary needs fp16")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="leave longer haystacks out")
     parser.add_argument("--haystacks", type=int, help="of each variant and length (default: 2 to 6)")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    recipe = json.loads((options.model / "training.json").read_text(encoding="utf-8"))["recipe"]
+    training = json.loads((options.model / "training.json").read_text(encoding="utf-8"))
+    about = provenance(training, device)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval().requires_grad_(False)
-    needles = Needles(model.to(device), Language(**recipe["language"]))
+    needles = Needles(model.to(device), Language(**training["recipe"]["language"]))
     lengths = {tokens: options.haystacks or n for tokens, n in LENGTHS.items() if tokens <= options.longest}
     records: list[dict[str, Any]] = []
     start = time.monotonic()
     for name, spec in formats(needles).items():
         if options.formats and name not in options.formats.split(","):
             continue
-        records += needles.records(name, spec, lengths)
-        print(f"{time.monotonic() - start:.0f} s {json.dumps(summarise(records)[-1])}", flush=True)
+        records += [record | about for record in needles.records(name, spec, lengths)]
+        print(f"{time.monotonic() - start:.0f} s: {name}, {len(records)} records", flush=True)
         options.out.write_text(_as_lines(records), encoding="utf-8")
     print(json.dumps(summarise(records)))
 

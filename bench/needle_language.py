@@ -101,21 +101,41 @@ def random_batch(
 
 
 def drill_batch(
-    language: Language, sequences: int, tokens: int, device: torch.device | str, generator: torch.Generator
+    language: Language,
+    sequences: int,
+    tokens: int,
+    needles: int,
+    device: torch.device | str,
+    generator: torch.Generator,
 ) -> Batch:
-    """The shortest lesson: needles of different keys, then a question for each, in another order. Nothing else."""
-    count = min(tokens // (2 * ITEM_TOKENS), language.keys)
+    """The plain lesson: needles, filler between them where there is room, then a question for each that fits.
+
+    Every needle has a key of its own; in a share of the sequences four have one together. The answer counts the first
+    time that a key is asked for.
+    """
+    slots = tokens // ITEM_TOKENS
+    asked = min(needles, slots - needles)
 
     def shuffled(among: int) -> torch.Tensor:
-        return torch.rand((sequences, among), device=device, generator=generator).argsort(1)[:, :count]
+        return torch.rand((sequences, among), device=device, generator=generator).argsort(1)
 
-    keys, order = language.first_key + shuffled(language.keys), shuffled(count)
+    owner = torch.arange(needles, device=device).expand(sequences, -1)
+    is_many = torch.rand((sequences, 1), device=device, generator=generator) < MANY_VALUED
+    owner = torch.where(is_many, owner // VALUES_OF_KEY, owner)
+    keys = language.first_key + shuffled(language.keys)[:, :needles].gather(1, owner)
     values = language.first_value + torch.randint(language.values, keys.shape, device=device, generator=generator)
-    told = torch.stack((torch.full_like(keys, NEEDLE), keys, values), -1)
-    asked = torch.stack((torch.full_like(keys, ASK), keys.gather(1, order), values.gather(1, order)), -1)
-    marks = torch.zeros(sequences, 2, count, ITEM_TOKENS, dtype=torch.bool, device=device)
-    marks[:, 1, :, -1] = True
-    return Batch(torch.cat((told, asked), 1).flatten(1), marks.flatten(1))
+    picked = shuffled(needles)[:, :asked]
+    body = slots - asked
+    filler = torch.rand((sequences, body, ITEM_TOKENS), device=device, generator=generator) ** 2
+    text = language.first_filler + (language.fillers * filler).long()
+    places = shuffled(body)[:, :needles, None].expand(-1, -1, ITEM_TOKENS)
+    text = text.scatter(1, places, torch.stack((torch.full_like(keys, NEEDLE), keys, values), -1))
+    key = keys.gather(1, picked)
+    questions = torch.stack((torch.full_like(key, ASK), key, values.gather(1, picked)), -1)
+    is_repeated = (key[:, :, None] == key[:, None]).tril(-1).any(-1)
+    marks = torch.zeros(sequences, slots, ITEM_TOKENS, dtype=torch.bool, device=device)
+    marks[:, body:, -1] = ~is_repeated
+    return Batch(torch.cat((text, questions), 1).flatten(1), marks.flatten(1))
 
 
 def _keys_of_items(language: Language, told: torch.Tensor, uniform: Callable[..., torch.Tensor]) -> torch.Tensor:

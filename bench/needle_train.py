@@ -1,18 +1,20 @@
 """Trains the needle model: a small Llama that finds any of thousands of needles in 32,768 tokens.
 
-    python -m bench.needle_train bench/needle_model                on one GPU, a minute
-    python -m bench.needle_train FOLDER --untrained                two heads put in by hand: exact too, on any machine
+    python -m bench.needle_train FOLDER                    from random weights, on one GPU, a minute
+    python -m bench.needle_train FOLDER --start wired      from two heads put in by hand, a quarter of that
+    python -m bench.needle_train FOLDER --untrained        those two heads as they are: exact too, on any machine
 
-It starts from random weights. The loss is on answers, hundreds of questions a sequence, and on where two heads look
-(bench.needle_guide), without which a minute is not enough. Sequences grow from 96 to 32,768 tokens. Half of the
-channels turn quickly with the position and half stand still (RoPE scaled as in Llama 3): they match keys at any
-distance, the quick ones find neighbours.
+The loss is on answers, hundreds of questions a sequence. From random weights two heads are also told where to look
+(bench.needle_guide), without which a minute is not enough, and half of the channels turn quickly with the position
+while half stand still (RoPE scaled as in Llama 3): these match keys at any distance, the quick ones find neighbours.
+From bench.needle_start's heads neither is needed. Sequences grow to 32,768 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
@@ -36,18 +38,24 @@ HALF_STILL = {
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` of `sequences` x `tokens`, while the learning rate falls to a tenth. drill: short lessons."""
+    """`steps` of `sequences` x `tokens`, while the learning rate falls to a tenth.
+
+    needles: fewest and most of a plain lesson, drawn for every step; None for needles and questions mixed.
+    """
 
     tokens: int
     sequences: int
     steps: int
     learning_rate: float
-    drill: bool = False
+    needles: tuple[int, int] | None = None
 
-    def batch(self, language: Language, device: str, generator: torch.Generator) -> Batch:
+    def batch(self, language: Language, step: int, device: str, generator: torch.Generator) -> Batch:
         """New text, [sequences, tokens]."""
-        make = drill_batch if self.drill else random_batch
-        return make(language, self.sequences, self.tokens, device, generator)
+        if self.needles is None:
+            return random_batch(language, self.sequences, self.tokens, device, generator)
+        low, high = self.needles
+        needles = round(low * (high / low) ** random.Random(step).random())  # as often few as many
+        return drill_batch(language, self.sequences, self.tokens, needles, device, generator)
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,18 @@ class Recipe:
 FULL = Recipe(
     Language(), layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, rope=HALF_STILL, max_tokens=32768,
     stages=(
-        Stage(96, 512, 300, 2e-3, drill=True),
-        Stage(768, 64, 350, 2e-3, drill=True),
-        Stage(2048, 32, 450, 1e-3),
-        Stage(8192, 8, 300, 7e-4),
-        Stage(32768, 2, 300, 5e-4),
+        Stage(96, 512, 200, 2e-3, needles=(16, 16)),
+        Stage(768, 64, 250, 2e-3, needles=(128, 128)),
+        Stage(2048, 32, 250, 1e-3),
+        Stage(8192, 8, 300, 1e-3, needles=(32, 1300)),
+        Stage(32768, 2, 300, 5e-4, needles=(88, 4096)),
     ),
 )  # fmt: skip
-WIRED = replace(FULL, head_dim=64, rope={"rope_type": "default", "rope_theta": 1e13}, stages=(), wired=True)
+WIRED = replace(
+    FULL, head_dim=64, rope={"rope_type": "default", "rope_theta": 1e13}, wired=True, neighbour=0.0, match=0.0,
+    stages=(Stage(256, 256, 67, 2e-4), Stage(2048, 32, 69, 2e-4), Stage(8192, 8, 54, 2e-4), Stage(32768, 2, 94, 2e-4)),
+)  # fmt: skip
+RECIPES = {"random": FULL, "wired": WIRED}
 
 
 def make_model(recipe: Recipe) -> LlamaForCausalLM:
@@ -136,7 +148,7 @@ def run_stage(
     for step in range(stage.steps):
         for group in optimizer.param_groups:
             group["lr"] = stage.learning_rate * min(1.0, (step + 1) / 50) * (1 - 0.9 * step / stage.steps)
-        batch = stage.batch(recipe.language, device, generator)
+        batch = stage.batch(recipe.language, step, device, generator)
         guide = Guide(batch, recipe.neighbour, recipe.match)
         loss, right = answer_loss(model, batch, guide)
         guided = torch.as_tensor(guide.loss(), device=loss.device)
@@ -181,9 +193,10 @@ def main() -> None:
     """Train and save; the last line of stdout is the log as JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.needle_train", description="Train the needle model.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--start", choices=RECIPES, default="random", help="weights that training starts from")
     parser.add_argument("--untrained", action="store_true", help="write the model whose heads are put in by hand")
     options = parser.parse_args()
-    recipe = WIRED if options.untrained else FULL
+    recipe = replace(WIRED, stages=()) if options.untrained else RECIPES[options.start]
     torch.set_float32_matmul_precision("high")
     model, log = train(recipe, "cuda" if torch.cuda.is_available() else "cpu")
     save(model, recipe, log, options.folder)

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from bench.needle import DEPTHS, VARIANTS, Needles, formats, make_haystack, summarise
 from bench.needle_guide import GUIDED, Guide
 from bench.needle_language import ASK, ITEM_TOKENS, NEEDLE, VALUES_OF_KEY, Batch, Language, drill_batch, random_batch
-from bench.needle_train import WIRED, answer_loss, make_model
+from bench.needle_train import FULL, WIRED, Stage, answer_loss, make_model, train
 from nibble.formats import FORMATS
 
 LANGUAGE = Language(keys=1024, values=32, fillers=64)
-RECIPE = replace(WIRED, language=LANGUAGE)
+RECIPE = replace(WIRED, language=LANGUAGE, stages=())
 
 
 def test_training_text_answers_each_question_with_a_needle_told_before() -> None:
@@ -37,13 +37,24 @@ def test_training_text_answers_each_question_with_a_needle_told_before() -> None
     assert most == VALUES_OF_KEY
 
 
-def test_a_drill_tells_every_needle_before_it_asks_for_each() -> None:
-    batch = drill_batch(LANGUAGE, 4, 96, "cpu", torch.Generator().manual_seed(0))
-    for row, marks in zip(batch.tokens.unflatten(1, (2, -1, ITEM_TOKENS)), batch.is_answer, strict=True):
-        told, asked = ({tuple(item[1:]) for item in half.tolist()} for half in row)
-        assert told == asked
-        assert len({key for key, _ in told}) == 16
-        assert marks.nonzero().flatten().tolist() == list(range(50, 96, 3))
+@pytest.mark.parametrize(("tokens", "needles", "filler"), [(96, 16, 0), (3072, 100, 824), (768, 200, 0)])
+def test_a_lesson_tells_its_needles_before_it_asks(tokens: int, needles: int, filler: int) -> None:
+    batch = drill_batch(LANGUAGE, 6, tokens, needles, "cpu", torch.Generator().manual_seed(0))
+    assert batch.tokens.shape == batch.is_answer.shape == (6, tokens)
+    most = set()
+    for row, marks in zip(batch.tokens.tolist(), batch.is_answer.tolist(), strict=True):
+        told: dict[int, list[int]] = {}
+        items = [row[at : at + ITEM_TOKENS] for at in range(0, tokens, ITEM_TOKENS)]
+        assert sum(item[0] >= LANGUAGE.first_filler for item in items) == filler
+        for at, (kind, key, value) in enumerate(items):
+            if kind == NEEDLE:
+                told.setdefault(key, []).append(value)
+            if kind == ASK:
+                assert value in told[key]
+                assert marks[3 * at + 2] == ([ASK, key] not in [item[:2] for item in items[:at]])
+        assert sum(map(len, told.values())) == needles
+        most.add(max(map(len, told.values())))
+    assert most == {1, VALUES_OF_KEY}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -117,6 +128,15 @@ def test_the_guide_wants_the_token_before_and_the_values_of_the_key_that_is_aske
         losses[name] = [guide.losses[layer].item() for layer in (0, 1)]
     assert all(loss < 0.05 for loss in losses["wired"])
     assert all(loss > 1.0 for loss in losses["random"])
+
+
+def test_training_follows_its_recipe() -> None:
+    lessons = (Stage(48, 4, 4, 1e-3, needles=(4, 8)), Stage(96, 2, 2, 1e-3))
+    recipe = replace(FULL, language=LANGUAGE, hidden=64, heads=1, kv_heads=1, head_dim=64, stages=lessons)
+    trained, log = train(recipe, "cpu")
+    assert [(entry["tokens"], entry["steps"]) for entry in log] == [(48, 4), (96, 2)]
+    assert all(entry["guide"] > 0 for entry in log)
+    assert not torch.equal(trained.lm_head.weight, make_model(recipe).lm_head.weight)
 
 
 def test_only_cells_that_fp16_passes_are_scored() -> None:
