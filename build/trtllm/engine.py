@@ -112,7 +112,6 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 def manifest_content(plan: EnginePlan, source: Path, calibration: Calibration | None) -> dict[str, Any]:
     """What both kinds of engine record."""
-    is_engine = plan.recipe.runtime == "tensorrt"
     return {
         "schema": SCHEMA,
         "host": "trtllm",
@@ -127,7 +126,7 @@ def manifest_content(plan: EnginePlan, source: Path, calibration: Calibration | 
         "tokens_per_block": plan.recipe.tokens_per_block,
         "free_gpu_memory_fraction": plan.recipe.free_gpu_memory_fraction,
         "environment": dict(plan.recipe.environment),
-        "bytes_per_token": plan.bytes_per_token if is_engine else None,
+        "bytes_per_token": plan.bytes_per_token,
         "calibration_sha256": calibration.sha256 if calibration else None,
         "engine": None,
         "native": None,

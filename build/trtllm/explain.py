@@ -16,7 +16,6 @@ from build.trtllm.llm_arguments import llm_arguments
 from build.trtllm.model_config import KV_ALGORITHM
 from build.trtllm.plan import CHECKPOINT, ENGINE, EnginePlan
 from build.trtllm.xqa import predictions
-from nibble.formats import FORMATS, SealedPageLayout
 from nibble.kernels.compiler import ARCHITECTURES
 from nibble.trtllm.container import Runner, shell_line
 
@@ -52,6 +51,8 @@ def engine_steps(plan: EnginePlan, runner: Runner) -> list[Step]:
 
 def pytorch_steps(plan: EnginePlan) -> list[Step]:
     """The steps to our cache inside TensorRT-LLM's PyTorch runtime, and what serves it."""
+    layers, heads, width = (plan.config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_size"))
+    fp16 = 4 * layers * heads * width
     reuse = "whole blocks reused" if plan.parallel.pipeline == 1 else "no block reuse (stages run apart in time)"
     return [
         Step(
@@ -80,7 +81,7 @@ def pytorch_steps(plan: EnginePlan) -> list[Step]:
             "what a token takes",
             "Sealed pages lie in TensorRT-LLM's own block pool as bytes, scales inside the page. Sink, recent and open "
             "pages lie in an fp16 pool beside it, about three pages a running sequence and those of one prefill step. "
-            + _our_bytes(plan),
+            f"A sealed token takes {plan.bytes_per_token:,.0f} bytes on all ranks together, {fp16:,} in fp16.",
         ),
         Step(
             "decode attention",
@@ -183,13 +184,6 @@ def _serve_step(plan: EnginePlan) -> Step:
     rows += [f"{name}={value}: {SWITCHES[name]}" for name, value in sorted(plan.recipe.environment.items())]
     command = f"make serve MODEL={plan.model.name} KV={plan.recipe.name} HOST=trtllm"
     return Step("serve", "\n".join(rows), command)
-
-
-def _our_bytes(plan: EnginePlan) -> str:
-    """What a sealed token takes, beside the same in fp16."""
-    layers, heads, width = (plan.config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_size"))
-    ours = layers * heads * SealedPageLayout(FORMATS[plan.recipe.cache], width).bytes_per_token
-    return f"A sealed token takes {ours:,.0f} bytes on all ranks together, {4 * layers * heads * width:,} in fp16."
 
 
 def _gpus(plan: EnginePlan) -> str:

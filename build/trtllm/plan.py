@@ -16,6 +16,7 @@ from build.trtllm.recipes import HostRecipe
 from build.trtllm.schema import read_data
 from build.trtllm.xqa import AttentionShape
 from nibble.errors import NibbleError
+from nibble.formats import FORMATS, SealedPageLayout
 from nibble.models import read_config
 from nibble.paths import engine_dir
 from nibble.recipes import ModelRecipe, ServeRecipe
@@ -61,10 +62,13 @@ class EnginePlan:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the cache on all ranks together, K and V, without what heads repeated over ranks add."""
-        width = {"fp16": 2, "int8": 1, "fp8": 1}[self.recipe.cache]
-        layers, heads = self.config["num_hidden_layers"], self.config["num_key_value_heads"]
-        return 2.0 * layers * heads * self.config["head_size"] * width
+        """Of the cache on all ranks together, K and V, sealed, without what heads repeated over ranks add."""
+        width = self.config["head_size"]
+        if self.recipe.runtime == "pytorch":
+            of_a_head = SealedPageLayout(FORMATS[self.recipe.cache], width).bytes_per_token
+        else:
+            of_a_head = 2.0 * width * {"fp16": 2, "int8": 1, "fp8": 1}[self.recipe.cache]
+        return of_a_head * self.config["num_hidden_layers"] * self.config["num_key_value_heads"]
 
 
 def make_plan(

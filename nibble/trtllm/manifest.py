@@ -60,7 +60,7 @@ class TrtllmManifest(StrictModel):
     tokens_per_block: int
     free_gpu_memory_fraction: float
     environment: dict[str, str]
-    bytes_per_token: float | None
+    bytes_per_token: float
     calibration_sha256: str | None
     engine: EngineEntry | None
     native: str | None

@@ -242,6 +242,7 @@ def test_engines_of_both_runtimes_from_a_real_small_model(
     )
     written = engine.write_pytorch_engine(ours, tiny_llama_dir, tmp_path / "native", console)
     assert written.environment["TLLM_NIBBLE_ENGINE"] == str(tmp_path / "native")
+    assert written.bytes_per_token < manifest.bytes_per_token / 2
     assert yaml.safe_load((ours.target / "llm.yaml").read_text())["attn_backend"] == "NIBBLE"
 
 
