@@ -72,7 +72,7 @@ def max_splits(max_pages: int, split_pages: int | None = None) -> int:
 class DecodeWorkspace:
     """Scratch memory of decode launches on one stream, for any batch up to what it was allocated for.
 
-    partial_out: fp32 [units, group * head_dim]; partial_lse: fp32 [units, group]. split_pages: pages of a sequence that
+    partial_out: fp16 [units, group * head_dim]; partial_lse: fp32 [units, group]. split_pages: pages of a sequence that
     one block attends over, None to choose from its length; it shapes the order of sums, so keep one value for the life
     of an engine.
     """
@@ -95,7 +95,7 @@ class DecodeWorkspace:
     ) -> DecodeWorkspace:
         units, group = batch * kv_heads * max_splits(max_pages, split_pages), q_heads // kv_heads
         return cls(
-            torch.empty(units, group * head_dim, dtype=torch.float32, device=device),
+            torch.empty(units, group * head_dim, dtype=torch.float16, device=device),
             torch.empty(units, group, dtype=torch.float32, device=device),
             split_pages,
         )

@@ -52,7 +52,7 @@ struct DecodeParams {
     const float* k_zero;
     const float* v_scale;
     const float* v_zero;
-    float* partial_out;        // [batch, kv_heads, max_splits, group, head_dim], channels in tile order
+    u16* partial_out;          // fp16 [batch, kv_heads, max_splits, group, head_dim], channels in tile order
     float* partial_lse;        // [batch, kv_heads, max_splits, group], log2 units
     float softmax_scale;
     int batch;

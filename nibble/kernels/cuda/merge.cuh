@@ -86,7 +86,8 @@ DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit
                 store_result(p, unit.batch, unit.kv_head, head, quad, m);
             } else {
                 const long long row = place * p.group + head;
-                reinterpret_cast<float4*>(p.partial_out)[row * kQuads + quad] = m.value;
+                reinterpret_cast<uint2*>(p.partial_out)[row * kQuads + quad] =
+                    make_uint2(pack_halves(m.value.x, m.value.y), pack_halves(m.value.z, m.value.w));
                 if (quad == 0) p.partial_lse[row] = m.lse;
             }
         }
