@@ -36,7 +36,9 @@ def main() -> None:
     """Write the page."""
     parts = [INTRODUCTION, *quality_sections(_read(QUALITY_RECORDS)), *map(memory_section, WORKLOADS)]
     if NEEDLE_RECORDS.exists():
-        parts.append(needle_section(_read(NEEDLE_RECORDS)))
+        records = _read(NEEDLE_RECORDS)
+        for model in dict.fromkeys(record["model"] for record in records):
+            parts.append(needle_section([record for record in records if record["model"] == model]))
     PAGE.write_text("\n".join(parts), encoding="utf-8")
     console.print(f"written: {PAGE}")
 
@@ -82,18 +84,18 @@ def memory_section(workload: tuple[str, str, int]) -> str:
 
 
 def needle_section(records: list[dict[str, Any]]) -> str:
-    """Recall of the needle model over the cells that fp16 passes."""
+    """Recall of one needle model over the cells that its fp16 cache passes."""
     from bench.needle import VARIANTS, summarise
 
     rows = []
     for row in summarise(records):
         shares = [row[key] for variant in VARIANTS for key in (variant, f"{variant} at the longest")]
-        rows.append([row["format"], *("" if share is None else f"{share:.1%}" for share in shares)])
+        count = sum(record["trials"] for record in records if record["format"] == row["format"])
+        rows.append([row["format"], f"{count:,}", *("" if share is None else f"{share:.1%}" for share in shares)])
     longest = max(record["length"] for record in records)
-    asked = sum(record["trials"] for record in records if record["format"] == "fp16")
-    headings = ["KV", *(text for variant in VARIANTS for text in (variant, f"{variant}, {longest:,}"))]
-    title = f"\n## Needles: recall where fp16 recalls, to {longest:,} tokens ({asked:,} needles a format)\n"
-    about = "The needle model as wired ([evaluation.md](evaluation.md)): over all lengths, and at the longest.\n"
+    headings = ["KV", "needles", *(text for variant in VARIANTS for text in (variant, f"{variant}, {longest:,}"))]
+    title = f"\n## Needle model, {records[0]['model']} ({records[0]['device']}): recall where fp16 recalls\n"
+    about = "What the model is: [evaluation.md](evaluation.md). Over all lengths measured, and at the longest.\n"
     return f"{title}\n{about}\n" + table(headings, rows)
 
 
