@@ -60,8 +60,8 @@ class BuildRequest:
 
     @property
     def recipe(self) -> KVRecipe:
-        """The KV recipe with the pages that the search chose."""
-        return self.mix.recipe if self.mix else self.kv
+        """The KV recipe with the pages that the search chose, whatever its thresholds were then."""
+        return self.mix.recipe.model_copy(update={"certificate": self.kv.certificate}) if self.mix else self.kv
 
     @property
     def policy(self) -> PagePolicy:
