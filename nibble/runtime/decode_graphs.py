@@ -34,12 +34,17 @@ class DecodeGraphs:
         self.buckets = batch_buckets(max_running)
         vocabulary, dtype = decoder.weights.shape.vocabulary, decoder.weights.head.dtype
         self.logits = torch.empty(max_running, vocabulary, dtype=dtype, device=buffers.device)
-        self._runs: dict[int, Callable[[], SampledRows]] = {
-            batch: partial(self._forward, batch) for batch in self.buckets
-        }
+        self._runs: dict[int, Callable[[], SampledRows]] = {}
         self._seal: Callable[[], None] = self._seal_pages
+        self.drop()
         if captures:
             self._capture()
+
+    def drop(self) -> None:
+        """Let go of what was captured; steps are launched one kernel at a time from then on. Sums over several GPUs
+        that a graph holds must be gone before the processes part."""
+        self._runs = {batch: partial(self._forward, batch) for batch in self.buckets}
+        self._seal = self._seal_pages
 
     @torch.inference_mode()
     def run(self, sequences: Rows[Sequence]) -> SampledRows:

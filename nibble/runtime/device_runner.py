@@ -103,6 +103,10 @@ class DeviceRunner:
         hidden_states = self._prefill(step.spans)
         return self.decoder.logits(hidden_states[rows.to(self.device)]).float().cpu()
 
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self.graphs.drop()
+
     def _prefill(self, spans: Rows[Span]) -> torch.Tensor:
         return self.decoder.hidden_states(PrefillStep.of(spans, self.backend.storage.spec.policy, self.device))
 

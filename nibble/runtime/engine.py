@@ -232,7 +232,9 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Let other processes of this engine end, where there are any; it takes no more requests."""
+        """Let go of captured graphs and let other processes of this engine end, where there are any; it takes no more
+        requests."""
+        self.runner.close()
 
     def check_integrity(self) -> None:
         """AssertionError if a page is lost, held by nobody, or held twice."""

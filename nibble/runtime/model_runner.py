@@ -79,6 +79,9 @@ class ModelRunner:
         )
         return output.logits[0].float()
 
+    def close(self) -> None:
+        """See `Runner.close`; there is nothing to let go of."""
+
 
 def _store_for_few_rows(model: PreTrainedModel) -> None:
     """Store weights [out, in] with `out` running fastest: a product with the few rows of a decode step is faster."""

@@ -69,6 +69,8 @@ class LeadingEngine(Engine):
     def close(self) -> None:
         """See `Engine.close`: the other ranks end."""
         self._send([("close", ())])
+        super().close()
+        distributed.destroy_process_group()
         for process in self.followers:
             process.wait(timeout=60)
 
@@ -87,6 +89,8 @@ def follow(engine: Engine) -> None:
         distributed.broadcast_object_list(received, src=0)
         for name, arguments in received[0]:
             if name == "close":
+                engine.close()
+                distributed.destroy_process_group()
                 return
             result = getattr(engine, name)(*arguments)
             if name == "logits":

@@ -39,3 +39,6 @@ class Runner(Protocol):
 
     def logits(self, step: Step, rows: torch.Tensor) -> torch.Tensor:
         """Run a step; float32 [rows, vocabulary] of the given rows of its tokens, on the CPU."""
+
+    def close(self) -> None:
+        """Let go of what must be gone before the processes of an engine part; no step runs after it."""

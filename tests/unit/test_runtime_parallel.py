@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 
 from nibble.errors import NibbleError
 from nibble.runtime import Engine, EngineLimits, SamplingParams
@@ -54,7 +53,6 @@ def leading_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield engine
     engine.close()
     follower.join(timeout=60)
-    distributed.destroy_process_group()
     assert follower.exitcode == 0
 
 
