@@ -48,7 +48,9 @@ WIDE = CertificateRecipe(kl_mean=0.5, kl_p999=20.0, top1_agreement=0.5, ppl_chan
 def engine(folder: Path, kv: str) -> Engine:
     spec = CacheSpec((KVFormat.named(kv),) * 2, num_kv_heads=2, head_dim=32, policy=PagePolicy())
     limits = EngineLimits(max_context=384, max_running=1, chunk_tokens=PAGE_TOKENS)
-    origin = EngineOrigin(kv, SimpleNamespace(engine_hash=f"hash of {kv}"))  # type: ignore[arg-type]
+    recipe = SimpleNamespace(certificate=CertificateRecipe())
+    manifest = SimpleNamespace(engine_hash=f"hash of {kv}", kv=SimpleNamespace(recipe=recipe))
+    origin = EngineOrigin(kv, manifest)  # type: ignore[arg-type]
     return Engine(load_model(folder, "float32"), load_tokenizer(folder), spec, limits, origin=origin)
 
 
