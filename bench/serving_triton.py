@@ -256,9 +256,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m bench.serving_triton", description="What Triton adds to an engine, and what it survives."
     )
     parser.add_argument("--engine", type=Path, required=True, help="folder of a built engine")
-    parser.add_argument(
-        "--load", type=_load, nargs="+", default=[(1, 1024), (16, 1024), (64, 1024)], help="STREAMSxPROMPT"
-    )
+    parser.add_argument("--load", type=_load, nargs="+", default=LOADS, help="STREAMSxPROMPT")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="of section load")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--repeats", type=int, default=2, help="rounds, after one that warms up")
