@@ -63,22 +63,27 @@ class Outbox:
 
     def _run(self) -> None:
         try:
-            while (task := self._next_task()) is not None:
-                task()
-                if self._tasks.empty():
-                    self._send()
+            while self._round():
                 self._look_for_gone()
-            self._send()
         except Exception:
             self._on_fault(traceback.format_exc())
             raise
 
-    def _next_task(self) -> Task | None:
-        """Nothing to send is a task, too, so that clients are looked after; None at the end."""
+    def _round(self) -> bool:
+        """Do what has come by now, then send: what comes during a round is the next one's. False at the end.
+
+        Without a first task there is a round all the same, so that clients are looked after.
+        """
         try:
-            return self._tasks.get(timeout=CANCEL_POLL_S if self._streaming else None)
+            tasks = [self._tasks.get(timeout=CANCEL_POLL_S if self._streaming else None)]
         except queue.Empty:
-            return lambda: None
+            return True
+        tasks += [self._tasks.get() for _ in range(self._tasks.qsize())]  # nobody else takes from it
+        for task in tasks:
+            if task is not None:
+                task()
+        self._send()
+        return None not in tasks
 
     def _send(self) -> None:
         """Everything that has been taken, one response a request."""

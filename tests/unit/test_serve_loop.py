@@ -93,6 +93,25 @@ def test_tokens_that_waited_for_the_sender_go_as_one_response() -> None:
     assert channels["z"].sent[-1]["error_message"] == [b"bad thing"]
 
 
+def test_an_engine_that_never_lets_the_sender_rest_does_not_keep_tokens_back() -> None:
+    outbox, channel = Outbox(lambda _: None, pytest.fail), FakeChannel()
+
+    class Busy:
+        """Whenever its task is done there is another one."""
+
+        def fail(self, code: str, message: str) -> None:
+            if not channel.sent:
+                outbox.fail(self, code, message)  # type: ignore[arg-type]
+
+    outbox.open("x", Answer(channel, QUESTION, CLOSING))
+    outbox.take(TokenEvent("x", 1, "a", generated_tokens=1))
+    Busy().fail("", "")
+    outbox.start()
+    wait_for(lambda: bool(channel.sent))
+    outbox.close()
+    assert channel.text == "a"
+
+
 def test_without_stream_there_is_one_response(server: Server) -> None:
     channel = server.ask(replace(QUESTION, stream=False, return_log_probs=True))
     wait_for(lambda: channel.is_final)
