@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +21,7 @@ import torch
 from bench import attention_peers
 from bench.attention_cache import RandomCache, Shape, measure, read_bandwidth
 from bench.attention_write import seal_prompt, write_share
+from bench.measured_commit import measured_commit
 from nibble.formats import FORMATS, SealedPageLayout
 
 RESULTS = Path(__file__).parent / "results" / "attention.json"
@@ -134,11 +134,10 @@ def main() -> None:
     """Measure, print a line for each record and write them all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", help="commit that is measured; that of the checkout by default")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     bench = Bench()
-    stamp = {"card": torch.cuda.get_device_name(), "commit": options.commit or _commit()}
+    stamp = {"card": torch.cuda.get_device_name(), "commit": measured_commit()}
     records = []
     for record in bench.everything():
         records.append(record)
@@ -152,12 +151,6 @@ def main() -> None:
     if options.plot:
         plot(records, bench.read_tbps, options.plot)
     print(json.dumps({**setting, "records": len(records), "results": str(options.out)}))
-
-
-def _commit() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
 
 
 def _versions() -> dict[str, str]:

@@ -28,8 +28,9 @@ from rich.table import Table
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from bench.measured_commit import measured_commit
 from bench.pool_capacity import PoolCapacity, fill_pool
-from eval.environment import current_commit, describe_machine
+from eval.environment import describe_machine
 from eval.speed import random_prompts, time_streams
 from eval.subjects import require_engine
 from nibble.atomic import write_text
@@ -153,7 +154,7 @@ def make_record(plan: BenchPlan, rates: Rates, quantized: PoolCapacity, fp16: Po
         "pool": {"quantized": asdict(quantized), "fp16": asdict(fp16)},
         "machine": {**describe_machine(), "load_average": round(os.getloadavg()[0], 1)},
         "versions": versions(),
-        "commit": current_commit(),
+        "commit": measured_commit(),
     }
 
 

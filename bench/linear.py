@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.attention_cache import graph_median_us, read_bandwidth
-from bench.serving_engine import measured_commit
+from bench.measured_commit import measured_commit
 from nibble.runtime.decoder_ops import gate
 from nibble.runtime.decoder_products import SHARES_FILE, Share, multiply_by_library, read_table
 from nibble.runtime.fp8_rows import Fp8Rows, quantize_rows

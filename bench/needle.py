@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from collections import Counter
@@ -25,8 +24,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
+from bench.measured_commit import measured_commit
 from bench.needle_language import ASK, ITEM_TOKENS, LONGEST_FILLER, VALUES_OF_KEY, Language, random_batch
-from eval.environment import current_commit
 from nibble.fake_cache import ROWS_AT_ONCE, TwoForms, attend, fake_cache_attention, sealed_view
 from nibble.formats import FORMATS, KVFormat, ScaleKind, TensorFormat
 from nibble.quantizer import static_parameters
@@ -241,8 +240,8 @@ def provenance(training: dict[str, Any], device: str) -> dict[str, str]:
     trained = "trained" if training["log"] else "untrained"
     start = "wired" if training["recipe"]["wired"] else "random"
     card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    version = os.environ.get("NIBBLE_COMMIT") or current_commit()
-    return {"model": f"{start} start, {trained}", "device": card, "torch": torch.__version__, "commit": version}
+    about = {"device": card, "torch": torch.__version__, "commit": measured_commit()}
+    return {"model": f"{start} start, {trained}", **about}
 
 
 def main() -> None:

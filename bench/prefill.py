@@ -21,6 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.measured_commit import measured_commit
 from nibble.formats import PAGE_TOKENS, KVFormat
 from nibble.kernels.layout import seal_pages_for_cuda
 from nibble.kernels.prefill import PrefillCache, prefill_attention, static_parameters
@@ -181,10 +182,9 @@ def main() -> None:
     """Measure every case, print a record a line and write them all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/prefill.json"))
-    parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     versions = {"torch": torch.__version__, "triton": version("triton"), "cudnn": torch.backends.cudnn.version()}
-    stamp = {"card": torch.cuda.get_device_name(), "versions": versions, "commit": arguments.commit}
+    stamp = {"card": torch.cuda.get_device_name(), "versions": versions, "commit": measured_commit()}
     records = []
     for case in CASES:
         records.append(measure(case) | stamp)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.measured_commit import measured_commit
 from bench.quality_measure import Bench
 from bench.quality_models import Subject, load_subject
 from bench.quality_table import SETS
@@ -53,7 +53,7 @@ def main() -> None:
             "bytes_per_token": scheme.bytes_per_token(size) * subject.num_kv_heads * subject.num_layers,
             "bytes_per_token_and_head": scheme.bytes_per_token(size),
             "text": arguments.text,
-            "commit": arguments.commit or commit(),
+            "commit": measured_commit(),
             "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else arguments.device,
         }
         records.append(record)
@@ -74,12 +74,6 @@ def merge(path: Path, records: list[dict[str, Any]]) -> None:
     atomic.write_text(path, f"[\n{lines}\n]\n")
 
 
-def commit() -> str:
-    """The commit that is measured, with + when the tree differs from it."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(command, cwd=REPOSITORY_ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
     return record["model"], record["window_tokens"], record["text"], record.get("relative", 0.0), record["format"]
 
@@ -96,12 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, default=1, help="compare the last position of every so many tokens")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="what to record where git is not at hand")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 
 
-__all__ = ["Subject", "commit", "main", "merge"]
+__all__ = ["Subject", "main", "merge"]
 
 if __name__ == "__main__":
     run_stage(main)

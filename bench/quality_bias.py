@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from bench.quality import commit, merge
+from bench.measured_commit import measured_commit
+from bench.quality import merge
 from bench.quality_measure import Bench
 from bench.quality_models import load_subject
 from bench.quality_schemes import EXACT, Scheme
@@ -67,7 +68,7 @@ def main() -> None:
             records.append({"model": f"{subject.name} + bias {bias:g}", "format": scheme.name, **record,
                             "bias": bias, "relative": arguments.relative, "text": "eval",
                             **({"preflight": found[scheme.name]} if scheme.name in found else {}),
-                            "commit": arguments.commit or commit()})  # fmt: skip
+                            "commit": measured_commit()})  # fmt: skip
             console.print(f"bias {bias:<6g}{scheme.name:34} KL {record['kl_mean']:<10} p99.9 {record['kl_p999']:<8} "
                           f"ppl fp32 {record['ppl_fp16']} {found.get(scheme.name, '')}")  # fmt: skip
             merge(arguments.out, records)
@@ -169,7 +170,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=8192, help="longest sequence that the pre-flight allows for")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from bench.quality import commit
+from bench.measured_commit import measured_commit
 from build.calibration import calibration_at_hand
 from calibrate.run import default_request
 from calibrate.search import make_search_model
@@ -67,7 +67,7 @@ def main() -> None:
     context["search_tokens"] = mix.content["inputs"]["kv"]["search"]["window_tokens"]
     formats = arguments.formats.split(",") if arguments.formats else None
     content = _measure(_only(mix.content, formats), subject, traces)
-    _merge(arguments.out, [{**r, **context, "commit": arguments.commit or commit()} for r in _records(content)])
+    _merge(arguments.out, [{**r, **context, "commit": measured_commit()} for r in _records(content)])
     if formats is None:
         draw_frontier(content, arguments.plot, "text that it was not chosen on")
 
@@ -155,7 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=WINDOW_TOKENS, help="of a window")
     parser.add_argument("--formats", help="these uniform formats and the caches of their sizes alone, no plot")
     parser.add_argument("--seed", type=int, default=0, help="which windows")
-    parser.add_argument("--commit", help="what to record where git is not at hand")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=PLOT)
     return parser

@@ -32,7 +32,8 @@ from pathlib import Path
 import torch
 
 from bench.attention_cache import read_bandwidth
-from bench.serving_engine import cache_bytes_read, cancel_all, dummy_weights, make_engine, measured_commit, prime
+from bench.measured_commit import measured_commit
+from bench.serving_engine import cache_bytes_read, cancel_all, dummy_weights, make_engine, prime
 from bench.serving_load import ENDLESS, free_memory, measure_equal_memory, measure_interference, measure_sweep
 from bench.serving_records import Bench, Record, percentile
 from nibble.formats import FORMATS

@@ -29,8 +29,9 @@ from typing import Any
 import openai
 from rich.console import Console
 
+from bench.measured_commit import measured_commit
 from bench.soak.server import SoakServer, free_port
-from eval.environment import current_commit, describe_machine
+from eval.environment import describe_machine
 from nibble.atomic import write_text
 from nibble.paths import engine_dir
 from nibble.runtime import Engine, EngineLimits, SamplingParams
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "load_average_15_min": os.getloadavg()[2],  # what else the machine was doing
         "machine": describe_machine(),
         "versions": versions(),
-        "commit": current_commit(),
+        "commit": measured_commit(),
     }
     write_text(arguments.out, json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))

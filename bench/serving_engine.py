@@ -8,8 +8,6 @@ pages that were truly quantized.
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
@@ -48,17 +46,6 @@ class NumberTokenizer:
 def read_model_config(model: str) -> PretrainedConfig:
     """The shipped config of a model recipe."""
     return AutoConfig.from_pretrained(CONFIGS / f"{model}.json")
-
-
-def measured_commit() -> str:
-    """The commit that is measured: NIBBLE_COMMIT where a copy of the repository can't say, else git's."""
-    asked = os.environ.get("NIBBLE_COMMIT")
-    return (
-        asked
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
 
 
 def dummy_weights(model: str, kind: str = "bf16", shards: Shards = WHOLE) -> DecoderWeights:

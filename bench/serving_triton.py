@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
+from bench.measured_commit import measured_commit
 from bench.serving_clients import Clients, Times
-from bench.serving_engine import measured_commit
 from bench.serving_records import percentile
 from bench.soak.server import SoakServer, free_port
 from eval.environment import describe_machine

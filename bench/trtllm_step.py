@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.serving_engine import measured_commit
+from bench.measured_commit import measured_commit
 from eval.environment import describe_machine
 from nibble.atomic import write_text
 from nibble.formats import PAGE_TOKENS

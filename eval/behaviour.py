@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from eval.answers import KeptAnswers, Work
-from eval.config import NeedlePlan, TaskPlan
+from eval.answers import KeptAnswers
+from eval.config import EvalPlan
 from eval.hosts import LanguageHost
 from eval.needle import SCORED_FROM, Trial, make_trials, recall
+from eval.needle import questions_of as needle_questions
 from eval.records import Estimate, NeedleCell, NeedleFigures, TaskFigures
 from eval.statistics import bootstrap_interval
-from eval.suite import Task, TaskAnswers, load_task, run_task
+from eval.suite import Task, TaskAnswers, judge, load_task
+from eval.suite import questions_of as task_questions
 
 Hosts = dict[str, LanguageHost]
 
 
-def compare_tasks(hosts: Hosts, plan: TaskPlan, seed: int, kept: KeptAnswers) -> list[TaskFigures]:
-    """Every task of the plan on both hosts, `quantized` and `fp16`."""
-    tasks = [load_task(name, plan.documents) for name in plan.names]
-
-    def ask(host: LanguageHost, task: Task) -> dict[str, Any]:
-        return asdict(run_task(host, task))
-
-    works = [
-        Work(f"task {task.name} {task.sha256[:12]}, {name}", len(task.documents), partial(ask, host, task))
-        for task in tasks
-        for name, host in hosts.items()
+def compare_behaviour(
+    hosts: Hosts, tokenizer: Any, plan: EvalPlan, kept: KeptAnswers
+) -> tuple[list[TaskFigures], NeedleFigures | None]:
+    """The plan's tasks and needle grid on both hosts, `quantized` and `fp16`."""
+    tasks = [load_task(name, plan.tasks.documents) for name in plan.tasks.names] if plan.tasks else []
+    trials = make_trials(tokenizer, plan.needle.lengths, plan.needle.depths, plan.seed) if plan.needle else []
+    rows = [list(row) for _, row in groupby(trials, key=lambda trial: (trial.tokens, trial.variant))]
+    asked = [*map(task_questions, tasks), *map(needle_questions, rows)]
+    ours, theirs = (kept.ask_all(name, hosts[name], asked) for name in ("quantized", "fp16"))
+    figures = [
+        task_figures(task, judge(task, left), judge(task, right), plan.seed)
+        for task, left, right in zip(tasks, ours, theirs, strict=False)
     ]
-    said = [TaskAnswers(**answer) for answer in kept.ask_all(works, "tasks, both engines", "documents")]
-    by_task = [dict(zip(hosts, said[at : at + len(hosts)], strict=True)) for at in range(0, len(said), len(hosts))]
-    return [
-        task_figures(task, answers["quantized"], answers["fp16"], seed)
-        for task, answers in zip(tasks, by_task, strict=True)
-    ]
+    if not trials:
+        return figures, None
+    return figures, needle_figures(trials, _recalls(rows, ours), _recalls(rows, theirs), plan.seed)
+
+
+def _recalls(rows: list[list[Trial]], answers: list[list[Any]]) -> list[float]:
+    """Of every trial; answers: to tasks and, after them, to the rows."""
+    return [share for row, said in zip(rows, answers[-len(rows) :], strict=True) for share in recall(row, said)]
 
 
 def task_figures(task: Task, quantized: TaskAnswers, fp16: TaskAnswers, seed: int) -> TaskFigures:
@@ -57,29 +59,6 @@ def task_figures(task: Task, quantized: TaskAnswers, fp16: TaskAnswers, seed: in
         same_text=float(np.mean(shared)) if shared else None,
         sha256=task.sha256,
     )
-
-
-def compare_needles(hosts: Hosts, tokenizer: Any, plan: NeedlePlan, seed: int, kept: KeptAnswers) -> NeedleFigures:
-    """The grid on both hosts, `quantized` and `fp16`; asked a length and variant at a time, all depths together."""
-    trials = make_trials(tokenizer, plan.lengths, plan.depths, seed)
-    rows = [list(row) for _, row in groupby(trials, key=lambda trial: (trial.tokens, trial.variant))]
-    works = {
-        name: [
-            Work(f"needles {digest(row)}, {name}", sum(trial.tokens for trial in row), partial(recall, host, row))
-            for row in rows
-        ]
-        for name, host in hosts.items()
-    }
-    in_turn = [work for pair in zip(*works.values(), strict=True) for work in pair]
-    found = kept.ask_all(in_turn, "needles, both engines", "tokens")
-    recalls = {name: [share for row in found[at :: len(hosts)] for share in row] for at, name in enumerate(hosts)}
-    return needle_figures(trials, recalls["quantized"], recalls["fp16"], seed)
-
-
-def digest(trials: list[Trial]) -> str:
-    """Variant, length and a hash of the prompts."""
-    text = "\n".join(trial.prompt for trial in trials)
-    return f"{trials[0].variant} {trials[0].tokens} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def needle_figures(trials: list[Trial], quantized: list[float], fp16: list[float], seed: int) -> NeedleFigures:

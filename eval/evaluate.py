@@ -10,12 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from eval.answers import KeptAnswers
-from eval.behaviour import Hosts, compare_needles, compare_tasks
+from eval.behaviour import compare_behaviour
 from eval.compare import compare_window
 from eval.config import EvalPlan
 from eval.environment import code_sha256, describe_environment
-from eval.hosts import NativeHost
+from eval.hosts import LanguageHost, NativeHost
 from eval.layers import can_be_replayed, measure_layers
 from eval.measures import PositionMeasures
 from eval.memory import measure_memory
@@ -128,7 +127,10 @@ def _measure(
     memory = measure_memory(quantized, fp16, random_prompt(len(quantized.tokenizer), plan.memory_tokens, plan.seed))
     positions = compare_windows(subjects, text, partial)
     layers = check_layers(subjects, text, plan.layer_tokens, console)
-    tasks, needle = check_behaviour(subjects, plan, partial.answers, console)
+    if plan.tasks or plan.needle:
+        console.print(_what_is_asked(plan))
+    hosts: dict[str, LanguageHost] = {"quantized": NativeHost(quantized), "fp16": NativeHost(fp16)}
+    tasks, needle = compare_behaviour(hosts, fp16.tokenizer, plan, partial.answers)
     console.print("timing both engines in turn")
     speed = measure_speed(quantized, fp16, plan.speed, plan.seed)
     served = skipped_check("not asked for (--no-served)")
@@ -138,19 +140,13 @@ def _measure(
     return Measured(text, positions, memory, speed, served, layers, tasks, needle)
 
 
-def check_behaviour(
-    subjects: Subjects, plan: EvalPlan, kept: KeptAnswers, console: Console
-) -> tuple[list[TaskFigures], NeedleFigures | None]:
-    """The plan's tasks and needle grid on both engines."""
-    hosts: Hosts = {"quantized": NativeHost(subjects.quantized), "fp16": NativeHost(subjects.fp16)}
-    tasks, needle = [], None
+def _what_is_asked(plan: EvalPlan) -> str:
+    parts = []
     if plan.tasks:
-        console.print(f"tasks: {', '.join(plan.tasks.names)}, {plan.tasks.documents} documents each, on both engines")
-        tasks = compare_tasks(hosts, plan.tasks, plan.seed, kept)
+        parts.append(f"tasks ({', '.join(plan.tasks.names)}; {plan.tasks.documents} documents each)")
     if plan.needle:
-        console.print(f"needles: {plan.needle.lengths} tokens, depths {plan.needle.depths} %, on both engines")
-        needle = compare_needles(hosts, subjects.fp16.tokenizer, plan.needle, plan.seed, kept)
-    return tasks, needle
+        parts.append(f"needles ({plan.needle.lengths} tokens, depths {plan.needle.depths} %)")
+    return f"asking both engines: {', '.join(parts)}"
 
 
 def check_layers(subjects: Subjects, text: WindowSet, tokens: int, console: Console) -> LayerCheck | None:

@@ -10,11 +10,13 @@ the fp16 engine fails say nothing of a cache and are not scored.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass
 from typing import Any
 
-from eval.hosts import LanguageHost, Prompt
+from eval.answers import Questions
+from eval.hosts import Prompt
 from eval.tasks.make import WORDS
 from eval.windows import read_texts
 
@@ -58,10 +60,15 @@ def make_trials(tokenizer: Any, lengths: list[int], depths: list[int], seed: int
     return trials
 
 
-def recall(host: LanguageHost, trials: list[Trial]) -> list[float]:
+def questions_of(trials: list[Trial]) -> Questions:
+    """What a host is asked for trials of one variant and length."""
+    prompts = tuple(Prompt(trial.prompt, ("\n",), ANSWER_TOKENS[trial.variant]) for trial in trials)
+    digest = hashlib.sha256("\n".join(trial.prompt for trial in trials).encode()).hexdigest()[:12]
+    return Questions(f"needles {trials[0].variant} {trials[0].tokens} {digest}", prompts)
+
+
+def recall(trials: list[Trial], said: list[str]) -> list[float]:
     """For every trial the share of its numbers that the answer has."""
-    prompts = [Prompt(trial.prompt, ("\n",), ANSWER_TOKENS[trial.variant]) for trial in trials]
-    said = host.generate_until(prompts)
     return [
         sum(a in text for a in trial.answers) / len(trial.answers) for trial, text in zip(trials, said, strict=True)
     ]

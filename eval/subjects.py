@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from eval.answers import SIDE_BY_SIDE
 from eval.config import EvalPlan
 from eval.records import EngineRecord
 from nibble.errors import NibbleError
@@ -22,7 +23,6 @@ from nibble.recipes import load_kv_recipe, load_model_recipe
 from nibble.runtime import Engine, EngineLimits
 
 BASELINE_KV = "fp16"
-MIN_RUNNING = 8  # answers of tasks and needles that are written side by side
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def load_subjects(quantized: Path, fp16: Path, plan: EvalPlan) -> Subjects:
             f"engines: got {quantized.name} and {fp16.name} of different weights, configurations or tokenizers, "
             f"allowed two of one model; build both again: make engine KV={quantized.name}, make engine KV={fp16.name}"
         )
-    limits = EngineLimits(max_context=plan.max_context, max_running=max(MIN_RUNNING, plan.speed.streams))
+    limits = EngineLimits(max_context=plan.max_context, max_running=max(SIDE_BY_SIDE, plan.speed.streams))
     return Subjects(quantized=Engine.load(quantized, limits), fp16=Engine.load(fp16, limits), quantized_dir=quantized)
 
 

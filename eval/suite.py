@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.hosts import LanguageHost, Prompt
+from eval.answers import Questions
+from eval.hosts import Prompt
 from nibble.errors import NibbleError
 from nibble.strict_yaml import read_mapping
 
@@ -65,24 +66,31 @@ def load_task(name: str, limit: int | None = None) -> Task:
     return Task(name, documents, tuple(generation["until"]), int(generation["max_gen_toks"]), pattern, digest)
 
 
-def run_task(host: LanguageHost, task: Task) -> TaskAnswers:
-    """Every document of a task."""
-    return _choose(host, task) if task.is_choice else _generate(host, task)
+def questions_of(task: Task) -> Questions:
+    """What a host is asked for the documents of a task."""
+    name = f"task {task.name} {task.sha256[:12]}"
+    if task.is_choice:
+        pairs = ((document["text"], choice) for document in task.documents for choice in document["choices"])
+        return Questions(name, pairs=tuple(pairs))
+    prompts = (Prompt(document["text"], task.stop, task.longest_answer) for document in task.documents)
+    return Questions(name, prompts=tuple(prompts))
 
 
-def _choose(host: LanguageHost, task: Task) -> TaskAnswers:
-    pairs = [(document["text"], choice) for document in task.documents for choice in document["choices"]]
-    scores = iter(host.log_likelihood(pairs))
+def judge(task: Task, answers: list[Any]) -> TaskAnswers:
+    """Each document right or wrong. answers: to `questions_of(task)`."""
+    return _judge_choices(task, answers) if task.is_choice else _judge_texts(task, answers)
+
+
+def _judge_choices(task: Task, log_likelihoods: list[float]) -> TaskAnswers:
+    each = iter(log_likelihoods)
     right = []
     for document in task.documents:
-        likelihoods = [next(scores).log_likelihood for _ in document["choices"]]
-        right.append(likelihoods.index(max(likelihoods)) == document["label"])
+        scores = [next(each) for _ in document["choices"]]
+        right.append(scores.index(max(scores)) == document["label"])
     return TaskAnswers(right, [])
 
 
-def _generate(host: LanguageHost, task: Task) -> TaskAnswers:
-    prompts = [Prompt(document["text"], task.stop, task.longest_answer) for document in task.documents]
-    said = host.generate_until(prompts)
+def _judge_texts(task: Task, said: list[str]) -> TaskAnswers:
     found = [re.findall(task.pattern, text) for text in said]
     right = [bool(f) and f[0].strip() == doc["target"] for f, doc in zip(found, task.documents, strict=True)]
     return TaskAnswers(right, said)

@@ -28,11 +28,12 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.measured_commit import measured_commit
 from bench.soak.client import SoakClient, Tally
 from bench.soak.load import run_load
 from bench.soak.server import SoakServer, free_port
 from bench.soak.workload import make_prompts
-from eval.environment import current_commit, describe_machine
+from eval.environment import describe_machine
 from nibble.atomic import write_text
 from nibble.errors import NibbleError
 from nibble.stage import run_stage
@@ -174,7 +175,7 @@ def summarize(arguments: argparse.Namespace, tally: Tally, record: Record) -> di
         "load_average_15_min": os.getloadavg()[2],  # what else the machine was doing
         "machine": describe_machine(),
         "versions": versions(),
-        "commit": current_commit(),
+        "commit": measured_commit(),
     }
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from eval.answers import KeptAnswers
-from eval.behaviour import compare_needles, compare_tasks, needle_figures, task_figures
-from eval.config import NeedlePlan, TaskPlan
+from eval.answers import SIDE_BY_SIDE, KeptAnswers, Questions
+from eval.behaviour import compare_behaviour, needle_figures, task_figures
+from eval.config import NeedlePlan, TaskPlan, load_plan
 from eval.hosts import NativeHost, Prompt, Score, TritonHost
 from eval.needle import VARIANTS, Trial, make_trials, recall
-from eval.suite import TASK_FOLDER, TaskAnswers, load_task, run_task, task_names
+from eval.suite import TASK_FOLDER, Task, TaskAnswers, judge, load_task, questions_of, task_names
 from eval.tasks.make import DOCUMENTS, MAKERS, make
 from nibble.errors import NibbleError
 from nibble.formats import FORMATS
@@ -120,12 +120,18 @@ def knowing(name: str, wrong: bool = False) -> Scripted:
     return Scripted({d["text"]: d["choices"][d["label"]] if "choices" in d else d["target"] for d in documents}, wrong)
 
 
+def answered(host: Scripted, task: Task) -> TaskAnswers:
+    asked = questions_of(task)
+    scores = [score.log_likelihood for score in host.log_likelihood(asked.pairs)]
+    return judge(task, [*host.generate_until(asked.prompts), *scores])
+
+
 @pytest.mark.parametrize("name", task_names())
 def test_a_task_knows_right_from_wrong(name: str) -> None:
     task = load_task(name)
     assert len(task.documents) == DOCUMENTS
-    assert all(run_task(knowing(name), task).right)
-    assert not any(run_task(knowing(name, wrong=True), task).right)
+    assert all(answered(knowing(name), task).right)
+    assert not any(answered(knowing(name, wrong=True), task).right)
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
@@ -157,31 +163,49 @@ def test_needles_lie_where_they_should_and_count_by_string_match(engine: Engine)
         assert all(trial.prompt.count(f" is: {number}.") == 1 for number in trial.answers)
         assert len(trial.answers) == (4 if trial.variant == "multivalue" else 1)
         assert trial.prompt.count("special magic numbers for") >= (4 if trial.variant != "single" else 1)
-    answers = Scripted({trial.prompt: f"{trial.answers[0]} and more" for trial in trials})
-    assert recall(answers, trials) == [1.0] * 6 + [0.25] * 3
+    assert recall(trials, [f"{trial.answers[0]} and more" for trial in trials]) == [1.0] * 6 + [0.25] * 3
+
+
+def test_short_sets_are_asked_together(tmp_path: Path) -> None:
+    batches = []
+
+    class Counting(Scripted):
+        def generate_until(self, prompts: Sequence[Prompt]) -> list[str]:
+            batches.append(len(prompts))
+            return [prompt.text.upper() for prompt in prompts]
+
+    sizes = (3, SIDE_BY_SIDE - 3, 1, SIDE_BY_SIDE + 2, 2)
+    sets = [
+        Questions(f"set {number}", tuple(Prompt(f"p{number}.{at}", (), 1) for at in range(size)))
+        for number, size in enumerate(sizes)
+    ]
+    answers = KeptAnswers(tmp_path / "key.answers.jsonl").ask_all("fp16", Counting({}), sets)
+    assert batches == [SIDE_BY_SIDE, 1, SIDE_BY_SIDE + 2, 2]
+    assert answers == [[prompt.text.upper() for prompt in asked.prompts] for asked in sets]
 
 
 def test_what_an_interrupted_run_asked_is_not_asked_again(engine: Engine, tmp_path: Path) -> None:
     tasks = TaskPlan(names=["copy", "opposites"], documents=3)
     grid = NeedlePlan(lengths=[1024, 2048], depths=[0, 100])
+    plan = load_plan("quick", tasks=tasks.model_dump(), needle=grid.model_dump())
     trials = make_trials(engine.tokenizer, grid.lengths, grid.depths, seed=0)
     right = {**knowing("copy").answers, **knowing("opposites").answers}
     right |= {trial.prompt: " ".join(trial.answers) for trial in trials}
 
-    def compare(hosts: dict[str, Scripted]) -> list[object]:
+    def compare(hosts: dict[str, Scripted]) -> tuple[object, ...]:
         kept = KeptAnswers(tmp_path / "key.answers.jsonl")
-        needles = compare_needles(dict(hosts), engine.tokenizer, grid, 0, kept)
-        return [needles, compare_tasks(dict(hosts), tasks, 0, kept)]
+        return compare_behaviour(dict(hosts), engine.tokenizer, plan, kept)
 
     whole = compare({"quantized": Scripted(right), "fp16": Scripted(right)})
     lines = kept_lines = (tmp_path / "key.answers.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * 3 * 2 + 2 * 2
-    (tmp_path / "key.answers.jsonl").write_text("\n".join(lines[:-2]) + '\n{"asked": "task op')
-    deaf = {text: "" for text in right if "magic" in text or text in knowing("copy").answers}
+    assert len(lines) == (2 + 2 * 3) * 2  # tasks, lengths and variants; engines
+    (tmp_path / "key.answers.jsonl").write_text("\n".join(lines[:-2]) + '\n{"asked": "fp16: needles')
+    asked_again = {trial.prompt for trial in trials[-4:]}  # the two lines
+    deaf = dict.fromkeys(right.keys() - asked_again, "")
     resumed = compare({"quantized": Scripted({**right, **deaf}), "fp16": Scripted({**right, **deaf})})
     assert resumed == whole
     assert (tmp_path / "key.answers.jsonl").read_text().splitlines() == kept_lines
-    assert whole[0].recall == 1.0  # type: ignore[attr-defined]
+    assert whole[1].recall == 1.0  # type: ignore[attr-defined]
 
 
 def test_cells_that_fp16_fails_are_not_scored() -> None:
