@@ -22,7 +22,8 @@ from nibble.kernels.layout import seal_pages_for_cuda
 from nibble.key_transform import KeyTransform
 from nibble.runtime import Engine, EngineLimits, SamplingParams
 from nibble.runtime.cache import CacheSpec, PoolSizes
-from nibble.runtime.decoder_weights import DecoderShape, DecoderWeights
+from nibble.runtime.decoder_shape import DecoderShape
+from nibble.runtime.decoder_weights import DecoderWeights
 from nibble.runtime.sampler import Sampled
 from nibble.runtime.sequence import Sequence
 from nibble.runtime.shards import WHOLE, Shards

@@ -19,7 +19,7 @@ from nibble.errors import NibbleError
 from nibble.kernels.compiler import architecture_of
 from nibble.kernels.instances import DecodeInstance
 from nibble.runtime.cache import CacheSpec
-from nibble.runtime.decoder_weights import DecoderShape
+from nibble.runtime.decoder_shape import DecoderShape
 from nibble.runtime.request import DEVICES
 
 log = logging.getLogger("nibble")

@@ -12,7 +12,8 @@ import torch
 from nibble.errors import NibbleError
 from nibble.runtime import Engine, EngineLimits, SamplingParams
 from nibble.runtime.cache import CacheSpec
-from nibble.runtime.decoder_weights import DecoderShape, DecoderWeights
+from nibble.runtime.decoder_shape import DecoderShape
+from nibble.runtime.decoder_weights import DecoderWeights
 from nibble.runtime.parallel import LeadingEngine, follow, join
 from nibble.runtime.shards import WHOLE, Shards
 from nibble.runtime.weight_sources import ModelWeights
