@@ -63,8 +63,9 @@ def quality_sections(records: list[dict[str, Any]]) -> list[str]:
                     [name, f"{size:g}", f"{4 * HEAD_DIMS[model] / size:.2f}", f"{record['kl_mean']:.2g}",
                      f"{record['kl_p999']:.2g}", f"{record['top1_agreement']:.1%}", f"{record['ppl_delta_pct']:+.2f} %"]
                 )  # fmt: skip
-        any_record = next(iter(stored.values()))
-        title = f"\n## {model}, {any_record['windows']} windows of {tokens:,} tokens ({any_record['device']})\n"
+        devices = ", ".join(dict.fromkeys(record["device"] for record in stored.values()))
+        windows = max(record["windows"] for record in stored.values())
+        title = f"\n## {model}, {windows} windows of {tokens:,} tokens ({devices})\n"
         headings = ["KV", "bytes a token and head", "smaller by", "KL", "p99.9", "same top token", "perplexity"]
         sections.append(title + "\n" + table(headings, rows))
     return sections
