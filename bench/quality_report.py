@@ -21,9 +21,10 @@ LABELS = {
     "int4-balanced": "**int4** (K in a balanced basis: what `make engine` builds)",
     "int4": "int4, K as the model gives it",
     "int4-static": "int4-static, plain, full ranges",
-    AS_BUILT.name: "**int4-static** (as built: K balanced, V rotated)",
-    "static balanced-static 2.75": "int4-static, as built but for V: balanced here, rotated there",
-    "static balanced-static 3.0": "int4-static, balanced, span of 3.0 deviations",
+    AS_BUILT.name: "**int4-static** (as built: K balanced, V rotated, two recent pages)",
+    "int4-static, span 2.75": "int4-static, as built but for one recent page",
+    "static balanced-static 2.75": "int4-static, K and V balanced, one recent page",
+    "static balanced-static 3.0": "int4-static, K and V balanced, span of 3.0 deviations, one recent page",
 }
 INTRODUCTION = """# Results: what each KV cache costs in quality
 
@@ -64,7 +65,7 @@ def read(path: Path) -> list[Record]:
 def section(model: str, tokens: int, text: str, records: list[Record]) -> str:
     """The tables of one model and window length: what is shipped and its peers, then what was tried."""
     first = records[0]
-    shipped = [*(scheme.name for scheme in [*PEERS, *OURS, *SPANS]), *(n for n in LABELS if n.startswith("static"))]
+    shipped = [*(scheme.name for scheme in [*PEERS, *OURS, AS_BUILT, *SPANS]), *(n for n in LABELS if n.startswith("static"))]
     by_name = {record["format"]: record for record in records}
     head = (
         f"## {model}, {first['windows']} windows of {tokens:,} tokens ({text} text)\n\n"

@@ -1,8 +1,8 @@
 """Which caches the quality bench measures, by set.
 
 ours: the shipped formats. peers: stand-ins for what others ship; they quantize every token at once and keep no page in
-fp16. research: what was tried (docs/log.md says what came of it). spans: int4-static as built, by half its range,
-built: the one that is. long, long-rest: for windows that take minutes each.
+fp16. research: what was tried (docs/log.md says what came of it). spans: int4-static by half its range, built: as it is
+built. long, long-rest: for windows that take minutes each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from bench.quality_schemes import FP16, Scheme, scheme
 from build.key_basis import STATIC_SPAN
+from nibble.recipes import load_kv_recipe
 from nibble.visibility import PagePolicy
 
 PEERS = [
@@ -78,7 +79,12 @@ SPANS = [
     scheme(f"int4-static, span {span}", f"4 static balanced-static clip={span}", f"4 static hadamard clip={span}")
     for span in (2.25, 2.5, 2.75, 3.0, 3.25, 3.5)
 ]
-AS_BUILT = next(scheme for scheme in SPANS if scheme.name.endswith(f" {STATIC_SPAN}"))
+STATIC_RECIPE = load_kv_recipe("int4-static")
+AS_BUILT = replace(
+    next(scheme for scheme in SPANS if scheme.name.endswith(f" {STATIC_SPAN}")),
+    name="int4-static as built",
+    policy=PagePolicy(STATIC_RECIPE.sink_pages, STATIC_RECIPE.recent_pages),
+)
 BIAS = [
     FP16,
     scheme("int8", "8 token", "8 token"),

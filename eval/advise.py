@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from build.key_basis import STATIC_SPAN
 from eval.plots import FP16, QUANTIZED, draw_svg
 from eval.results import results_root
 from eval.runs import latest_reports
@@ -33,7 +32,7 @@ GPUS_GB = {"a100-40": 40, "a100-80": 80, "h100": 80, "h200": 141, "l4": 24, "l40
 USABLE = 0.9  # of the GPU's memory; the rest is for activations and the runtime
 QUALITY_RECORDS = REPOSITORY_ROOT / "bench" / "results" / "quality.json"
 # As `make engine` builds them.
-BENCH_NAMES = {"int4": "int4-balanced", "int4-static": f"int4-static, span {STATIC_SPAN}"}
+BENCH_NAMES = {"int4": "int4-balanced", "int4-static": "int4-static as built"}
 
 
 @dataclass(frozen=True)
