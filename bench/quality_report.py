@@ -65,7 +65,8 @@ def read(path: Path) -> list[Record]:
 def section(model: str, tokens: int, text: str, records: list[Record]) -> str:
     """The tables of one model and window length: what is shipped and its peers, then what was tried."""
     first = records[0]
-    shipped = [*(scheme.name for scheme in [*PEERS, *OURS, AS_BUILT, *SPANS]), *(n for n in LABELS if n.startswith("static"))]
+    shipped = [scheme.name for scheme in [*PEERS, *OURS, AS_BUILT, *SPANS]]
+    shipped += [name for name in LABELS if name.startswith("static")]
     by_name = {record["format"]: record for record in records}
     head = (
         f"## {model}, {first['windows']} windows of {tokens:,} tokens ({text} text)\n\n"
