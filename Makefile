@@ -21,7 +21,7 @@ test: setup ## linters, types and every test that this machine can run
 	@bash scripts/test.sh
 
 test-unit: setup ## tests that need only a CPU
-	@$(PY) -m pytest -m 'not model and not triton and not gpu'
+	@$(PY) -m pytest -m 'not model and not triton and not compiler and not gpu'
 
 test-model: setup ## tests on the real small model
 	@$(PY) -m pytest -m model

@@ -42,7 +42,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_default_format_compiles_for_every_architecture(architecture: str) -> None:
-    """All instances are compiled by `python -m nibble.kernels.compile --check`, a step of its own in CI."""
+    """The rest: test_kernels_compile_all.py."""
     instance = DecodeInstance.for_shape(FORMATS["int4"], 128, group=8)
     cubin = compile_kernel(instance.source, architecture)
     assert cubin.registers <= instance.max_registers and cubin.spill_bytes <= SPILL_LIMIT

@@ -52,7 +52,7 @@ def test_the_shipped_names_are_those_of_the_design() -> None:
 def test_shipped_kv_recipe_is_the_format_of_its_name(name: str) -> None:
     recipe = load_kv_recipe(name)
     assert recipe.format == FORMATS[name]
-    assert recipe.policy == PagePolicy(sink_pages=1, recent_pages=1)
+    assert recipe.policy == PagePolicy(sink_pages=1, recent_pages=2 if name == "int4-static" else 1)
     assert SealedPageLayout(recipe.format, 128).page_bytes > 0
 
 
