@@ -20,5 +20,5 @@ def test_every_kernel_keeps_its_registers(
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and nvidia-cuda-nvrtc")
     monkeypatch.setenv("NIBBLE_KERNEL_CACHE", str(tmp_path))
-    options = ["--arch", architecture, "--head-dim", str(head_dim), "--check", "--jobs", "1"]
+    options = ["--arch", architecture, "--head-dim", str(head_dim), "--check"]
     assert compile_stage.main(options) == 0
