@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from eval.behaviour import compare_behaviour
+from eval.behaviour import Hosts, compare_behaviour
 from eval.compare import compare_window
 from eval.config import EvalPlan
 from eval.environment import code_sha256, describe_environment
-from eval.hosts import LanguageHost, NativeHost
+from eval.hosts import NativeHost
 from eval.layers import can_be_replayed, measure_layers
 from eval.measures import PositionMeasures
 from eval.memory import measure_memory
@@ -129,7 +129,7 @@ def _measure(
     layers = check_layers(subjects, text, plan.layer_tokens, console)
     if plan.tasks or plan.needle:
         console.print(_what_is_asked(plan))
-    hosts: dict[str, LanguageHost] = {"quantized": NativeHost(quantized), "fp16": NativeHost(fp16)}
+    hosts: Hosts = {"quantized": NativeHost(quantized), "fp16": NativeHost(fp16)}
     tasks, needle = compare_behaviour(hosts, fp16.tokenizer, plan, partial.answers)
     console.print("timing both engines in turn")
     speed = measure_speed(quantized, fp16, plan.speed, plan.seed)
