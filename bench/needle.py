@@ -11,6 +11,7 @@ likely. Text, needles and questions are the same for every format; a cell counts
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import time
@@ -235,13 +236,14 @@ def formats(needles: Needles) -> dict[str, CacheSpec]:
     }
 
 
-def provenance(training: dict[str, Any], device: str) -> dict[str, str]:
+def provenance(folder: Path, training: dict[str, Any], device: str) -> dict[str, str]:
     """What every record says of its model and machine. training: the model's training.json."""
     trained = "trained" if training["log"] else "untrained"
     start = "wired" if training["recipe"]["wired"] else "random"
     card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     about = {"device": card, "torch": torch.__version__, "commit": measured_commit()}
-    return {"model": f"{start} start, {trained}", **about}
+    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
+    return {"model": f"{start} start, {trained}", "weights": weights, **about}
 
 
 def main() -> None:
@@ -255,7 +257,7 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     training = json.loads((options.model / "training.json").read_text(encoding="utf-8"))
-    about = provenance(training, device)
+    about = provenance(options.model, training, device)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval().requires_grad_(False)
     needles = Needles(model.to(device), Language(**training["recipe"]["language"]))
     lengths = {tokens: options.haystacks or n for tokens, n in LENGTHS.items() if tokens <= options.longest}

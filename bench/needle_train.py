@@ -195,8 +195,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--start", choices=RECIPES, default="wired", help="weights that training starts from")
     parser.add_argument("--untrained", action="store_true", help="write the model whose heads are put in by hand")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the text")
     options = parser.parse_args()
-    recipe = replace(WIRED, stages=()) if options.untrained else RECIPES[options.start]
+    recipe = replace(RECIPES[options.start], seed=options.seed)
+    recipe = replace(WIRED, stages=(), seed=options.seed) if options.untrained else recipe
     torch.set_float32_matmul_precision("high")
     model, log = train(recipe, "cuda" if torch.cuda.is_available() else "cpu")
     save(model, recipe, log, options.folder)
