@@ -11,7 +11,6 @@ model's output is the same.
 from __future__ import annotations
 
 import torch
-from scipy.linalg import hadamard
 from torch import nn
 
 from nibble.errors import NibbleError
@@ -21,11 +20,13 @@ def hadamard_matrix(head_dim: int) -> torch.Tensor:
     """Orthogonal float64 [head_dim, head_dim].
 
     A head size that is no power of two gets equal diagonal blocks of the largest power of two that divides it
-    (96: three blocks of 32).
+    (96: three blocks of 32). Sylvester's construction: H_2n = [[H_n, H_n], [H_n, -H_n]].
     """
-    block = head_dim & -head_dim
-    blocks = [torch.from_numpy(hadamard(block)).double() / block**0.5] * (head_dim // block)
-    return torch.block_diag(*blocks)
+    size = head_dim & -head_dim
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while len(block) < size:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    return torch.block_diag(*[block / size**0.5] * (head_dim // size))
 
 
 def rotate(values: torch.Tensor) -> torch.Tensor:
