@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,8 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from bench.measured_commit import measured_commit
-from bench.needle_language import ASK, ITEM_TOKENS, LONGEST_FILLER, VALUES_OF_KEY, Language, random_batch
+from bench.needle_language import random_batch
+from eval.needle_words import DEPTHS, VALUES_OF_KEY, VARIANTS, Haystack, Language, make_haystack
 from nibble.fake_cache import ROWS_AT_ONCE, TwoForms, attend, fake_cache_attention, sealed_view
 from nibble.formats import FORMATS, KVFormat, ScaleKind, TensorFormat
 from nibble.quantizer import static_parameters
@@ -34,74 +33,10 @@ from nibble.reference import LayerScales
 from nibble.runtime.cache import CacheSpec
 from nibble.visibility import PagePolicy
 
-VARIANTS = ("single", "multikey", "multivalue")
-DEPTHS = tuple(range(0, 101, 10))  # per cent of the text before the questions
 LENGTHS = {1024: 6, 4096: 4, 16384: 3, 32768: 2}  # tokens: haystacks of each variant
 SCORED_FROM = 0.9  # recall of fp16 in a cell
 CALIBRATION = 8  # windows of 1,024 tokens that static ranges come from
 ATTENTION = "nibble-needle"
-
-
-@dataclass(frozen=True)
-class Question:
-    """place: of the answer in the text. values: token and depth of every needle of the key, one or four."""
-
-    place: int
-    values: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Haystack:
-    """tokens: the text and its questions, each with an answer."""
-
-    tokens: list[int]
-    questions: list[Question]
-
-
-def make_haystack(language: Language, variant: str, tokens: int, seed: int) -> Haystack:
-    """A text of exactly `tokens` tokens that ends in questions, four to eight needles for every depth."""
-    generator = random.Random(f"{variant} {tokens} {seed}")
-    per_depth = 4 if tokens < 2048 else 8
-    each = VALUES_OF_KEY if variant == "multivalue" else 1
-    depths = list(DEPTHS * per_depth)
-    generator.shuffle(depths)
-    spare = generator.sample(range(language.keys), language.keys)
-    keys, spare = spare[: len(depths) // each], spare[len(depths) // each :]
-    told = [(depth, keys[at // each], generator.randrange(language.values)) for at, depth in enumerate(depths)]
-    length = tokens - ITEM_TOKENS * len(keys)
-    body = _body(language, sorted(told), iter(spare if variant == "multikey" else []), length, generator)
-    questions = []
-    for key in generator.sample(keys, len(keys)):
-        values = tuple((language.first_value + value, depth) for depth, owner, value in told if owner == key)
-        questions.append(Question(len(body) + ITEM_TOKENS - 1, values))
-        body += [ASK, language.first_key + key, values[0][0]]
-    return Haystack(body, questions)
-
-
-def _body(
-    language: Language,
-    told: list[tuple[int, int, int]],
-    spare: Iterator[int],
-    tokens: int,
-    generator: random.Random,
-) -> list[int]:
-    """Needles (depth, key, value) at their depths, and between them filler and needles of spare keys."""
-    body: list[int] = []
-    room = tokens - ITEM_TOKENS * len(told)
-    for number, (depth, key, value) in enumerate(told):
-        until = room * depth // 100 + ITEM_TOKENS * number
-        body += _between(language, until - len(body), spare, generator) + language.needle(key, value)
-    return body + _between(language, tokens - len(body), spare, generator)
-
-
-def _between(language: Language, tokens: int, spare: Iterator[int], generator: random.Random) -> list[int]:
-    text: list[int] = []
-    while len(text) < tokens:
-        key = next(spare, None) if tokens - len(text) >= ITEM_TOKENS else None
-        if key is not None:
-            text += language.needle(key, generator.randrange(language.values))
-        text += language.filler(generator, min(generator.randint(1, LONGEST_FILLER), tokens - len(text)))
-    return text
 
 
 class Needles:

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from bench.needle_language import ASK, NEEDLE, Batch
+from bench.needle_language import Batch
+from eval.needle_words import ASK, NEEDLE
 
 GUIDED = "nibble-needle-guided"
 ROWS = 64  # queries of each sequence that are looked at

@@ -9,58 +9,15 @@ A key has one value, or up to four, told in different places; then any of them i
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-SPECIAL = ("<unk>", "<end>", "NEEDLE", "ASK")
-NEEDLE, ASK = SPECIAL.index("NEEDLE"), SPECIAL.index("ASK")
-ITEM_TOKENS = 3  # of a needle, and of a question with its answer
-LONGEST_FILLER = 6
-VALUES_OF_KEY = 4  # at most
+from eval.needle_words import ASK, ITEM_TOKENS, LONGEST_FILLER, NEEDLE, SPECIAL, VALUES_OF_KEY, Language
+
 MANY_VALUED = 0.2  # share of training sequences whose keys have several values
-
-
-@dataclass(frozen=True)
-class Language:
-    """How many words there are of each kind. Ids: special words, keys, values, filler."""
-
-    keys: int = 4096
-    values: int = 64
-    fillers: int = 256
-
-    @property
-    def first_key(self) -> int:
-        return len(SPECIAL)
-
-    @property
-    def first_value(self) -> int:
-        return self.first_key + self.keys
-
-    @property
-    def first_filler(self) -> int:
-        return self.first_value + self.values
-
-    @property
-    def size(self) -> int:
-        """Words in all."""
-        return self.first_filler + self.fillers
-
-    def words(self) -> list[str]:
-        """Every word, in the order of its id."""
-        kinds = (("k", self.keys), ("v", self.values), ("w", self.fillers))
-        return [*SPECIAL, *(f"{letter}{number}" for letter, count in kinds for number in range(count))]
-
-    def needle(self, key: int, value: int) -> list[int]:
-        """The tokens of a needle, from the numbers of its key and value."""
-        return [NEEDLE, self.first_key + key, self.first_value + value]
-
-    def filler(self, generator: random.Random, count: int) -> list[int]:
-        """`count` filler words; low numbers are frequent."""
-        return [self.first_filler + int(self.fillers * generator.random() ** 2) for _ in range(count)]
 
 
 @dataclass(frozen=True)

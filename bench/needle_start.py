@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaForCausalLM
 
-from bench.needle_language import Language
+from eval.needle_words import Language
 
 CODE = 64  # channels of a code, and of a head
 OWN, BEFORE, FOUND, ONE = 0, CODE, 2 * CODE, 3 * CODE

@@ -1,13 +1,14 @@
 """Trains the needle model: a small Llama that finds any of thousands of needles in 32,768 tokens.
 
-    python -m bench.needle_train FOLDER                    from two heads put in by hand; one GPU, ten seconds
+    python -m bench.needle_train FOLDER                    from two heads put in by hand; one GPU, half a minute
     python -m bench.needle_train FOLDER --untrained        those two heads as they are: exact too, on any machine
     python -m bench.needle_train FOLDER --start random     from random weights; a minute, and not as good so far
 
-The loss is on answers, hundreds of questions a sequence. From random weights two heads are also told where to look
-(bench.needle_guide), without which a minute is not enough, and half of the channels turn quickly with the position
-while half stand still (RoPE scaled as in Llama 3): these match keys at any distance, the quick ones find neighbours.
-From bench.needle_start's heads neither is needed. Sequences grow to 32,768 tokens.
+The loss is on answers, hundreds of questions a sequence, and a third as much on all other tokens, so that the whole
+distribution is the model's own and not what was left over where nothing was asked. From random weights two heads are
+also told where to look (bench.needle_guide), without which a minute is not enough, and half of the channels turn
+quickly with the position while half stand still (RoPE scaled as in Llama 3): these match keys at any distance, the
+quick ones find neighbours. From bench.needle_start's heads neither is needed. Sequences grow to 32,768 tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.measured_commit import measured_commit
 from bench.needle_guide import GUIDED, Guide
-from bench.needle_language import Batch, Language, drill_batch, random_batch, write_tokenizer
+from bench.needle_language import Batch, drill_batch, random_batch, write_tokenizer
 from bench.needle_start import wire
+from eval.needle_words import Language
+from nibble.hashing import file_sha256
 
 RECIPE_FILE = "training.json"
+PROMPTS = (64, 1024)  # that a calibration draws from, and tokens of each
 HALF_STILL = {
     "rope_type": "llama3", "rope_theta": 30.0, "factor": 1e8, "original_max_position_embeddings": 35,
     "low_freq_factor": 1.0, "high_freq_factor": 1.05,
@@ -60,7 +65,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, its language and its curriculum. neighbour, match: weights of the guide's losses."""
+    """A model, its language and its curriculum.
+
+    neighbour, match: weights of the guide's losses. other_tokens: of the loss on all that is no answer; the answers'
+    is 1.
+    """
 
     language: Language
     layers: int
@@ -73,6 +82,7 @@ class Recipe:
     stages: tuple[Stage, ...]
     neighbour: float = 1.0
     match: float = 1.0
+    other_tokens: float = 0.0
     wired: bool = False
     seed: int = 0
 
@@ -89,7 +99,10 @@ FULL = Recipe(
 )  # fmt: skip
 WIRED = replace(
     FULL, head_dim=64, rope={"rope_type": "default", "rope_theta": 1e13}, wired=True, neighbour=0.0, match=0.0,
-    stages=(Stage(256, 256, 67, 2e-4), Stage(2048, 32, 69, 2e-4), Stage(8192, 8, 54, 2e-4), Stage(32768, 2, 94, 2e-4)),
+    other_tokens=0.3,
+    stages=(
+        Stage(256, 256, 150, 1e-3), Stage(2048, 32, 100, 5e-4), Stage(8192, 8, 80, 3e-4), Stage(32768, 2, 150, 2e-4),
+    ),
 )  # fmt: skip
 RECIPES = {"random": FULL, "wired": WIRED}
 
@@ -150,13 +163,13 @@ def run_stage(
             group["lr"] = stage.learning_rate * min(1.0, (step + 1) / 50) * (1 - 0.9 * step / stage.steps)
         batch = stage.batch(recipe.language, step, device, generator)
         guide = Guide(batch, recipe.neighbour, recipe.match)
-        loss, right = answer_loss(model, batch, guide)
+        loss, right, others = losses(model, batch, guide)
         guided = torch.as_tensor(guide.loss(), device=loss.device)
         optimizer.zero_grad(set_to_none=True)
-        (loss + guided).backward()
+        (loss + recipe.other_tokens * others + guided).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        recent.append(torch.stack((loss.detach(), right, guided.detach())))
+        recent.append(torch.stack((loss.detach(), right, others.detach(), guided.detach())))
         if step % 100 == 99:
             print(f"{stage.tokens} step {step + 1}: {_means(recent)}", flush=True)
     seconds = round(time.monotonic() - start, 1)
@@ -165,27 +178,33 @@ def run_stage(
 
 def _means(recent: deque[torch.Tensor]) -> dict[str, float]:
     means = torch.stack(list(recent)).mean(0).tolist()
-    return {name: round(value, 4) for name, value in zip(("loss", "right", "guide"), means, strict=True)}
+    return {name: round(value, 4) for name, value in zip(("loss", "right", "others", "guide"), means, strict=True)}
 
 
-def answer_loss(model: LlamaForCausalLM, batch: Batch, guide: Guide | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy over answer tokens, and the share of them that is right."""
+def losses(model: LlamaForCausalLM, batch: Batch, guide: Guide | None = None) -> tuple[torch.Tensor, ...]:
+    """Cross entropy over answer tokens, the share of them that is right, and cross entropy over all other tokens."""
     tokens, answers = batch.tokens, batch.is_answer[:, 1:]
     device = tokens.device.type
     options = {} if guide is None else {"guide": guide}
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         hidden = model.model(tokens[:, :-1], use_cache=False, **options).last_hidden_state
-        logits = model.lm_head(hidden[answers])
+        logits, others = model.lm_head(hidden[answers]), model.lm_head(hidden[~answers])
     targets = tokens[:, 1:][answers]
-    return cross_entropy(logits.float(), targets), (logits.argmax(-1) == targets).float().mean()
+    right = (logits.argmax(-1) == targets).float().mean()
+    return cross_entropy(logits.float(), targets), right, cross_entropy(others.float(), tokens[:, 1:][~answers])
 
 
 def save(model: LlamaForCausalLM, recipe: Recipe, log: list[dict[str, float]], folder: Path) -> None:
-    """Weights in fp16, tokenizer, and how they were made."""
+    """Weights in fp16, tokenizer, prompts to calibrate on, and how they were made."""
     device = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
     model.half().save_pretrained(folder)
     write_tokenizer(recipe.language, folder)
-    record = {"recipe": asdict(recipe), "log": log, "device": device}
+    text = random_batch(recipe.language, *PROMPTS, "cpu", torch.Generator().manual_seed(recipe.seed + 2)).tokens
+    prompts = (json.dumps({"text": recipe.language.text(row)}) + "\n" for row in text.tolist())
+    (folder / "prompts.jsonl").write_text("".join(prompts), encoding="utf-8")
+    weights = file_sha256(folder / "model.safetensors")
+    about = {"device": device, "torch": torch.__version__, "commit": measured_commit(), "weights_sha256": weights}
+    record = {"recipe": asdict(recipe), "log": log, **about}
     (folder / RECIPE_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -195,10 +214,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--start", choices=RECIPES, default="wired", help="weights that training starts from")
     parser.add_argument("--untrained", action="store_true", help="write the model whose heads are put in by hand")
+    parser.add_argument("--other-tokens", type=float, help="weight of the loss on all that is no answer")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the text")
     options = parser.parse_args()
     recipe = replace(RECIPES[options.start], seed=options.seed)
-    recipe = replace(WIRED, stages=(), seed=options.seed) if options.untrained else recipe
+    if options.other_tokens is not None:
+        recipe = replace(recipe, other_tokens=options.other_tokens)
+    if options.untrained:
+        recipe = replace(recipe, stages=())
     torch.set_float32_matmul_precision("high")
     model, log = train(recipe, "cuda" if torch.cuda.is_available() else "cpu")
     save(model, recipe, log, options.folder)

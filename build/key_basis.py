@@ -132,17 +132,17 @@ def _is_static4(fmt: TensorFormat) -> bool:
 
 def find_moments(source: Path, recipe: ModelRecipe, console: Console) -> list[LayerMoments] | None:
     """The moments of each layer, collected now when they are not there; None for models whose context is too short."""
-    from calibrate.run import SHIPPED_PROMPTS
+    from calibrate.run import default_prompts
 
     if read_shape(source).max_positions < ENOUGH_TOKENS:
         return None
-    path = calibration_dir(recipe.name) / MOMENTS_FILE
-    made_of = [hash_source(source).weights_sha256, files_sha256([SHIPPED_PROMPTS]), recipe.dtype, recipe.max_context]
+    path, prompts = calibration_dir(recipe.name) / MOMENTS_FILE, default_prompts(source)
+    made_of = [hash_source(source).weights_sha256, files_sha256([prompts]), recipe.dtype, recipe.max_context]
     identity = json_sha256([*made_of, WINDOWS, MOMENTS_VERSION])
     with atomic.exclusive(path, console.print):
         found = _read(path, identity)
         if found is None:
-            found = _collect(source, recipe, SHIPPED_PROMPTS, console)
+            found = _collect(source, recipe, prompts, console)
             tensors = {
                 f"layers.{index}.{field.name}": getattr(layer, field.name).float().contiguous()
                 for index, layer in enumerate(found)
@@ -159,7 +159,8 @@ def _collect(source: Path, recipe: ModelRecipe, prompts: Path, console: Console)
 
     shape = read_shape(source)
     length = min(WINDOW_TOKENS, shape.max_positions)
-    drawn = load_prompt_set(str(prompts)).draw(PROMPTS_DRAWN, 0)
+    prompt_set = load_prompt_set(str(prompts))
+    drawn = prompt_set.draw(min(PROMPTS_DRAWN, len(prompt_set.prompts)), 0)
     tokens = [token for ids in encode_prompts(drawn, load_tokenizer(source), length) for token in ids]
     windows = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)[:WINDOWS]
     with console.status(f"balancing K: {windows.numel()} tokens of calibration prompts"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from calibrate.pipeline import CalibrationRequest, calibrate
 from nibble.calibration import Calibration
 from nibble.errors import NibbleError
+from nibble.models import resolve_source
 from nibble.paths import REPOSITORY_ROOT, calibration_dir
 from nibble.recipes import ModelRecipe, load_kv_recipe, load_model_recipe, override
 from nibble.stage import run_stage
@@ -21,14 +22,21 @@ if TYPE_CHECKING:
     from calibrate.search_request import SearchRequest
 
 SHIPPED_PROMPTS = REPOSITORY_ROOT / "calibrate" / "prompts" / "prompts.jsonl"
+OWN_PROMPTS = "prompts.jsonl"  # in the folder of a model that can't read the shipped ones
 DEFAULT_COUNT = 64
 DEFAULT_MAX_TOKENS = 2048  # as long as the default context: RoPE turns slow channels of K for thousands of tokens
 
 
+def default_prompts(source: Path) -> Path:
+    """The prompts that a model's folder brings, for a model of no natural language; else those of the repository."""
+    own = source / OWN_PROMPTS
+    return own if own.is_file() else SHIPPED_PROMPTS
+
+
 def default_request(recipe: ModelRecipe) -> CalibrationRequest:
     """The calibration that `make engine` runs when a format needs one and none is there."""
-    out = calibration_dir(recipe.name)
-    return CalibrationRequest(recipe, str(SHIPPED_PROMPTS), DEFAULT_COUNT, 0, DEFAULT_MAX_TOKENS, out)
+    out, prompts = calibration_dir(recipe.name), default_prompts(resolve_source(recipe))
+    return CalibrationRequest(recipe, str(prompts), DEFAULT_COUNT, 0, DEFAULT_MAX_TOKENS, out)
 
 
 def main() -> None:
@@ -39,7 +47,7 @@ def main() -> None:
     recipe = load_model_recipe(arguments.model)
     request = CalibrationRequest(
         recipe=recipe,
-        prompts=arguments.prompts,
+        prompts=arguments.prompts or str(default_prompts(resolve_source(recipe))),
         count=arguments.n,
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
@@ -73,7 +81,7 @@ def search_request(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m calibrate.run", description="Find the ranges of K and V.")
     parser.add_argument("--model", required=True, help="a recipe's name, a folder, or a hub id")
-    parser.add_argument("--prompts", default=str(SHIPPED_PROMPTS), help=".jsonl, .txt, or a hub dataset")
+    parser.add_argument("--prompts", help=".jsonl, .txt, or a hub dataset (default: calibrate/prompts/prompts.jsonl)")
     parser.add_argument("--n", type=int, default=DEFAULT_COUNT, help="how many prompts (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which prompts are drawn (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="of a prompt (default %(default)s)")

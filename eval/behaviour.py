@@ -62,22 +62,25 @@ def task_figures(task: Task, quantized: TaskAnswers, fp16: TaskAnswers, seed: in
 
 
 def needle_figures(trials: list[Trial], quantized: list[float], fp16: list[float], seed: int) -> NeedleFigures:
-    """Every cell, and recall of both over the cells that fp16 passes."""
-    cells = [
-        NeedleCell(
-            variant=t.variant, length=t.tokens, depth=t.depth, recall=ours, recall_fp16=theirs,
-            scored=theirs >= SCORED_FROM,
+    """Every cell, and recall of both over the cells that fp16 passes. A cell is the mean of its trials."""
+    asked: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for trial, *recalled in zip(trials, quantized, fp16, strict=True):
+        asked.setdefault((trial.variant, trial.tokens, trial.depth), []).append((recalled[0], recalled[1]))
+    cells = []
+    for (variant, length, depth), recalls in asked.items():
+        ours, theirs = (float(mean) for mean in np.mean(recalls, axis=0))
+        scored = theirs >= SCORED_FROM
+        cells.append(
+            NeedleCell(variant=variant, length=length, depth=depth, recall=ours, recall_fp16=theirs, scored=scored)
         )
-        for t, ours, theirs in zip(trials, quantized, fp16, strict=True)
-    ]  # fmt: skip
-    scored = [cell for cell in cells if cell.scored]
-    drops = np.array([cell.recall_fp16 - cell.recall for cell in scored])
+    passed = [cell for cell in cells if cell.scored]
+    drops = np.array([cell.recall_fp16 - cell.recall for cell in passed])
     return NeedleFigures(
         cells=cells,
-        scored=len(scored),
-        recall=float(np.mean([cell.recall for cell in scored])) if scored else None,
-        recall_fp16=float(np.mean([cell.recall_fp16 for cell in scored])) if scored else None,
-        drop=_estimate(drops, seed) if scored else None,
+        scored=len(passed),
+        recall=float(np.mean([cell.recall for cell in passed])) if passed else None,
+        recall_fp16=float(np.mean([cell.recall_fp16 for cell in passed])) if passed else None,
+        drop=_estimate(drops, seed) if passed else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from eval.hosts import NativeHost
 from eval.layers import can_be_replayed, measure_layers
 from eval.measures import PositionMeasures
 from eval.memory import measure_memory
+from eval.needle_words import Language
 from eval.partial import PartialRun, open_partial, partial_key
 from eval.progress import show_progress
 from eval.records import (
@@ -78,6 +79,7 @@ def evaluate(request: EvalRequest, console: Console) -> tuple[Report, Path]:
     started, created = time.monotonic(), datetime.now(UTC)
     check_request(request.model, request.kv, request.plan)
     subjects = _prepare(request, console)
+    request = replace(request, plan=_readable(request.plan, subjects, console))
     text = _choose_text(subjects, request.plan)
     with open_partial(partial_dir(*request.names), _key(subjects, text)) as partial:
         if len(partial):
@@ -107,6 +109,14 @@ def _prepare(request: EvalRequest, console: Console) -> Subjects:
     fp16 = require_baseline(request.model, console)
     console.print(f"loading {request.model} twice: KV {request.kv} and fp16")
     return load_subjects(quantized, fp16, request.plan)
+
+
+def _readable(plan: EvalPlan, subjects: Subjects, console: Console) -> EvalPlan:
+    """The plan without what the model can't read."""
+    if plan.tasks is None or Language.of(subjects.fp16.tokenizer) is None:
+        return plan
+    console.print("tasks are left out: they are in English, and this model reads the needle language alone")
+    return plan.model_copy(update={"tasks": None})
 
 
 def _choose_text(subjects: Subjects, plan: EvalPlan) -> WindowSet:

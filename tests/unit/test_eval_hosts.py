@@ -209,7 +209,7 @@ def test_what_an_interrupted_run_asked_is_not_asked_again(engine: Engine, tmp_pa
 
 
 def test_cells_that_fp16_fails_are_not_scored() -> None:
-    trials = [Trial("single", 1024, depth, "", ("1",)) for depth in (0, 50, 100)]
+    trials = [Trial("single", 1024, depth, "", ("1",), 16) for depth in (0, 50, 100)]
     figures = needle_figures(trials, quantized=[1.0, 0.0, 0.0], fp16=[1.0, 1.0, 0.0], seed=0)
     assert (figures.scored, figures.recall, figures.recall_fp16) == (2, 0.5, 1.0)
     assert figures.drop is not None and figures.drop.value == 0.5

@@ -26,6 +26,9 @@ class ByteTokenizer:
         start = [self.bos_token_id] if self._adds_bos and add_special_tokens else []
         return {"input_ids": [*start, *encode(text)]}  # type: ignore[list-item]
 
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte for byte in range(256)}
+
 
 def test_inputs_and_next_tokens_are_one_apart() -> None:
     (window,) = cut_windows(TEXTS, encode, count=1, window_tokens=16, seed=0)

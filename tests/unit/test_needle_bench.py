@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench.needle import DEPTHS, VARIANTS, Needles, formats, make_haystack, summarise
+from bench.needle import Needles, formats, summarise
 from bench.needle_guide import GUIDED, Guide
-from bench.needle_language import ASK, ITEM_TOKENS, NEEDLE, VALUES_OF_KEY, Batch, Language, drill_batch, random_batch
-from bench.needle_train import FULL, WIRED, Stage, answer_loss, make_model, train
+from bench.needle_language import Batch, drill_batch, random_batch
+from bench.needle_train import FULL, WIRED, Stage, losses, make_model, train
+from eval.needle_words import ASK, DEPTHS, ITEM_TOKENS, NEEDLE, VALUES_OF_KEY, VARIANTS, Language, make_haystack
 from nibble.formats import FORMATS
 
 LANGUAGE = Language(keys=1024, values=32, fillers=64)
@@ -113,21 +114,21 @@ def test_the_loss_is_on_answers_alone() -> None:
     marks[:, -1] = False
     changed = batch.tokens.clone()
     changed[:, -1] = 5
-    first, second = (answer_loss(model, Batch(tokens, marks))[0] for tokens in (batch.tokens, changed))
+    first, second = (losses(model, Batch(tokens, marks))[0] for tokens in (batch.tokens, changed))
     assert torch.equal(first, second)
 
 
 def test_the_guide_wants_the_token_before_and_the_values_of_the_key_that_is_asked_for() -> None:
-    losses = {}
+    told = {}
     for name, recipe in {"wired": RECIPE, "random": replace(RECIPE, wired=False)}.items():
         model = make_model(recipe)
         model.set_attn_implementation(GUIDED)
         batch = random_batch(LANGUAGE, 4, 512, "cpu", torch.Generator().manual_seed(1))
         guide = Guide(batch, neighbour=1.0, match=1.0)
-        answer_loss(model, batch, guide)
-        losses[name] = [guide.losses[layer].item() for layer in (0, 1)]
-    assert all(loss < 0.05 for loss in losses["wired"])
-    assert all(loss > 1.0 for loss in losses["random"])
+        losses(model, batch, guide)
+        told[name] = [guide.losses[layer].item() for layer in (0, 1)]
+    assert all(loss < 0.05 for loss in told["wired"])
+    assert all(loss > 1.0 for loss in told["random"])
 
 
 def test_training_follows_its_recipe() -> None:

@@ -56,7 +56,7 @@ def test_a_hub_model_that_is_not_cached_says_what_to_do_offline(
 @pytest.mark.parametrize("source", ["/no/such/folder", "not a source"])
 def test_other_sources_are_refused(source: str) -> None:
     recipe = ModelRecipe(name="x", source=source, dtype="auto", tensor_parallel=1, max_context=128)
-    with pytest.raises(NibbleError, match="allowed an existing folder, pypi:<wheel>, dummy:<model>, or a hub id"):
+    with pytest.raises(NibbleError, match="allowed an existing folder, pypi:<wheel>, shipped:<folder of"):
         resolve_source(recipe)
 
 
