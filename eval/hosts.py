@@ -15,6 +15,7 @@ import torch
 from nibble.runtime import Engine, SamplingParams
 from serve.client import TritonLLM
 
+SHARED_TOKENS = 256  # fewer are read again rather than waited for
 MAX_ALTERNATIVES = 20  # that a served endpoint reports for each token
 
 
@@ -62,9 +63,14 @@ class NativeHost:
         return [self._rolling(self._ids(text)) for text in texts]
 
     def generate_until(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Prompts that begin as another does are asked after it: its pages are read once."""
+        ids = [self.engine.encode(prompt.text) for prompt in prompts]
         params = [SamplingParams(max_tokens=prompt.max_tokens, stop=prompt.stop) for prompt in prompts]
-        completions = self.engine.generate([self.engine.encode(prompt.text) for prompt in prompts], params)
-        return [completion.text for completion in completions]
+        answers: dict[int, str] = {}
+        for batch in _leaders_first(ids):
+            completions = self.engine.generate([ids[at] for at in batch], [params[at] for at in batch])
+            answers |= {at: completion.text for at, completion in zip(batch, completions, strict=True)}
+        return [answers[at] for at in range(len(prompts))]
 
     def _score(self, context: str, continuation: str) -> Score:
         """Tokens are cut where the context ends; spaces at its end belong to the continuation (as lm-eval does)."""
@@ -130,6 +136,17 @@ class TritonHost:
             total += float(taken["logprob"])
             context, continuation = context + taken["token"], continuation[len(taken["token"]) :]
         return Score(total, is_greedy)
+
+
+def _leaders_first(prompts: list[list[int]]) -> list[list[int]]:
+    """The prompts' numbers in one or two batches: those of the second share half of their text with one of the first."""
+    leaders: list[int] = []
+    followers = []
+    for number, prompt in enumerate(prompts):
+        enough = max(SHARED_TOKENS, len(prompt) // 2)
+        follows = any(_common_length(prompt, prompts[leader]) >= enough for leader in leaders)
+        (followers if follows else leaders).append(number)
+    return [batch for batch in (leaders, followers) if batch]
 
 
 def _common_length(first: list[int], second: list[int]) -> int:
