@@ -139,7 +139,7 @@ class TritonHost:
 
 
 def _leaders_first(prompts: list[list[int]]) -> list[list[int]]:
-    """The prompts' numbers in one or two batches: those of the second share half of their text with one of the first."""
+    """The prompts' numbers in one or two batches: each of the second shares half of itself with one of the first."""
     leaders: list[int] = []
     followers = []
     for number, prompt in enumerate(prompts):
