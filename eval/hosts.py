@@ -141,7 +141,7 @@ class TritonHost:
 def _leaders_first(prompts: list[list[int]]) -> list[list[int]]:
     """The prompts' numbers in one or two batches: each of the second shares half of itself with one of the first."""
     leaders: list[int] = []
-    followers = []
+    followers: list[int] = []
     for number, prompt in enumerate(prompts):
         enough = max(SHARED_TOKENS, len(prompt) // 2)
         follows = any(_common_length(prompt, prompts[leader]) >= enough for leader in leaders)
