@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +28,7 @@ from torch import distributed
 
 from nibble.errors import NibbleError
 from nibble.paths import REPOSITORY_ROOT
+from nibble.runtime.device import log
 from nibble.runtime.engine import Engine
 from nibble.runtime.request import EngineLimits, SamplingParams, TokenEvent
 from nibble.runtime.shards import Shards
@@ -38,7 +41,7 @@ Order = tuple[str, tuple[Any, ...]]
 class LeadingEngine(Engine):
     """The first rank's engine: an `Engine` that takes the others along. Call `close` at the end."""
 
-    followers: tuple[subprocess.Popen[bytes], ...] = ()
+    followers: tuple[Follower, ...] = ()
 
     def submit(
         self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None, priority: int = 0
@@ -68,11 +71,13 @@ class LeadingEngine(Engine):
 
     def close(self) -> None:
         """See `Engine.close`: the other ranks end."""
+        for follower in self.followers:
+            follower.may_end = True
         self._send([("close", ())])
         super().close()
         distributed.destroy_process_group()
-        for process in self.followers:
-            process.wait(timeout=60)
+        for follower in self.followers:
+            follower.process.wait(timeout=60)
 
     def _orders(self) -> list[Order]:
         return self.__dict__.setdefault("_waiting_orders", [])
@@ -80,6 +85,41 @@ class LeadingEngine(Engine):
     def _send(self, orders: list[Order]) -> None:
         distributed.broadcast_object_list([orders], src=0)
         self._orders().clear()
+
+
+class Follower:
+    """Another rank's process, tied to this one: when either ends, so does the other. A rank that is waited for in vain
+    would hold this one, and its GPU's memory, until `STEP_TIMEOUT` or `IDLE_TIMEOUT`."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.may_end = False
+        self.process = subprocess.Popen(command, cwd=REPOSITORY_ROOT, stdin=subprocess.PIPE, stdout=sys.stderr)
+        _in_background(self._end_with_it)
+
+    def kill(self) -> None:
+        """End it at once, but not this process."""
+        self.may_end = True
+        self.process.kill()
+
+    def _end_with_it(self) -> None:
+        code = self.process.wait()
+        if not self.may_end:
+            log.critical("a rank of this engine ended with code %d; this process ends as well", code)
+            os._exit(1)
+
+
+def end_with_the_first() -> None:
+    """In another rank's process: end when the first rank's has gone, which closes this one's standard input."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    _in_background(wait)
+
+
+def _in_background(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, daemon=True).start()
 
 
 def follow(engine: Engine) -> None:
@@ -116,12 +156,14 @@ def load_leading_engine(engine_dir: Path, limits: EngineLimits, size: int, kv_fa
     port = _free_port()
     command = [sys.executable, "-m", "nibble.runtime.parallel", "--engine", str(engine_dir), "--port", str(port)]
     command += ["--size", str(size), "--limits", json.dumps(asdict(limits)), "--kv-fallback", kv_fallback or ""]
-    followers = tuple(
-        subprocess.Popen([*command, "--rank", str(rank)], cwd=REPOSITORY_ROOT, stdout=sys.stderr)
-        for rank in range(1, size)
-    )
+    followers = tuple(Follower([*command, "--rank", str(rank)]) for rank in range(1, size))
     torch.cuda.set_device(0)
-    engine = load_rank(engine_dir, limits, kv_fallback, join(0, size, f"tcp://127.0.0.1:{port}"), LeadingEngine)
+    try:
+        engine = load_rank(engine_dir, limits, kv_fallback, join(0, size, f"tcp://127.0.0.1:{port}"), LeadingEngine)
+    except BaseException:
+        for follower in followers:
+            follower.kill()
+        raise
     assert isinstance(engine, LeadingEngine)
     engine.followers = followers
     return engine
@@ -139,6 +181,7 @@ def main() -> None:
     parser.add_argument("--limits", required=True, help="JSON of EngineLimits")
     parser.add_argument("--kv-fallback", default="")
     options = parser.parse_args()
+    end_with_the_first()
     torch.cuda.set_device(options.rank)
     shards = join(options.rank, options.size, f"tcp://127.0.0.1:{options.port}")
     limits = EngineLimits(**json.loads(options.limits))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import queue
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from nibble.runtime import Engine, EngineLimits, SamplingParams
 from nibble.runtime.cache import CacheSpec
 from nibble.runtime.decoder_shape import DecoderShape
 from nibble.runtime.decoder_weights import DecoderWeights
-from nibble.runtime.parallel import LeadingEngine, follow, join
+from nibble.runtime.parallel import Follower, LeadingEngine, end_with_the_first, follow, join
 from nibble.runtime.shards import WHOLE, Shards
 from nibble.runtime.weight_sources import ModelWeights
 from tests.unit.oracle_kernels import ORACLE_KERNELS
@@ -79,3 +82,32 @@ def test_heads_that_do_not_come_out_even_are_refused() -> None:
     shape = DecoderShape.of(make_model().config)
     with pytest.raises(NibbleError, match="tensor parallel: got 4 GPUs for 6 query heads, allowed a divisor of 6"):
         shape.split(Shards(0, 4))
+
+
+@pytest.fixture
+def exit_codes(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[int]:
+    """What this process would have ended with."""
+    codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr("nibble.runtime.parallel.os._exit", codes.put)
+    return codes
+
+
+def test_a_rank_that_ends_takes_the_first_along(exit_codes: queue.SimpleQueue[int]) -> None:
+    killed = Follower([sys.executable, "-c", "import time; time.sleep(60)"])
+    killed.kill()
+    killed.process.wait(10)
+    assert exit_codes.empty()
+    Follower([sys.executable, "-c", "raise SystemExit(3)"])
+    assert exit_codes.get(timeout=20) == 1
+
+
+def test_the_first_rank_takes_the_others_along(
+    exit_codes: queue.SimpleQueue[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(reads) as standard_input:
+        monkeypatch.setattr("sys.stdin", standard_input)
+        end_with_the_first()
+        assert exit_codes.empty()
+        os.close(writes)
+        assert exit_codes.get(timeout=20) == 1
