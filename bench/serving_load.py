@@ -24,8 +24,7 @@ ENDLESS = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
 class Load:
     """A closed loop: each of `clients` sends `rounds` prompts, the next when the last is answered.
 
-    output: tokens, fewer than a real load's, to keep the bench short. pool_mb: of the cache; None for all
-    there is room for.
+    pool_mb: of the cache; None for all there is room for.
     """
 
     prompt: int
@@ -35,9 +34,9 @@ class Load:
     pool_mb: int | None = None
 
 
-EQUAL_BATCH = [Load(1024, 256, 16, 2), Load(1024, 256, 64, 2), Load(8192, 128, 16, 1), Load(32768, 64, 4, 1)]
+EQUAL_BATCH = [Load(1024, 1024, 16, 1), Load(1024, 1024, 64, 1), Load(8192, 1024, 16, 1), Load(32768, 512, 4, 1)]
 EQUAL_MEMORY = [Load(8192, 256, 24, 1, pool_mb=8192)]  # room for seven fp16 requests
-WARM_UP = Load(3001, 16, 5, 2)  # whose chunks have all kinds of lengths
+WARM_UPS = [Load(3001, 16, 5, 2), Load(1024, 16, 5, 1)]  # chunks of all kinds of lengths, for which kernels differ
 RUNNING, RUNNING_CONTEXT, LONG_PROMPT = 32, 8192, 16384  # of the long prompt
 CHUNKS = (2048, 512)
 
@@ -47,7 +46,7 @@ def measure_sweep(bench: Bench, kv: str) -> Iterator[Record]:
     context = max(load.prompt + load.output for load in EQUAL_BATCH) + 64
     most = max(load.clients for load in EQUAL_BATCH)
     engine = make_engine(bench.weights, kv, EngineLimits(max_context=context, max_running=most, chunk_tokens=2048))
-    run_clients(engine, WARM_UP)
+    warm_up(engine)
     for load in EQUAL_BATCH:
         yield bench.record("sweep", engine, **run_clients(engine, load))
 
@@ -62,10 +61,16 @@ def measure_equal_memory(bench: Bench, kv: str) -> Iterator[Record]:
             pool_mb=load.pool_mb,
         )
         engine = make_engine(bench.weights, kv, limits)
-        run_clients(engine, WARM_UP)
+        warm_up(engine)
         yield bench.record("memory", engine, **run_clients(engine, load))
         del engine
         free_memory()
+
+
+def warm_up(engine: Engine) -> None:
+    """Compile what prompts need."""
+    for load in WARM_UPS:
+        run_clients(engine, load)
 
 
 def run_clients(engine: Engine, load: Load) -> dict[str, float | int | None]:
@@ -125,19 +130,20 @@ def measure_interference(bench: Bench, kv: str) -> Iterator[Record]:
     for chunk in CHUNKS:
         limits = EngineLimits(max_context=LONG_PROMPT + 512, max_running=RUNNING + 1, chunk_tokens=chunk)
         engine = make_engine(bench.weights, kv, limits)
-        run_clients(engine, WARM_UP)
+        warm_up(engine)
         prime(engine, [RUNNING_CONTEXT - 7 * row % 64 for row in range(RUNNING)], ENDLESS)
-        yield bench.record("interference", engine, **run_long_prompt(engine))
+        step_a_few_times(engine)
+        found = run_long_prompt(engine, seed=1)
+        device_share = device_ms_of_long_prompt(engine, seed=2) / found["ttft_p50_ms"]
+        yield bench.record("interference", engine, **found, host_share=1 - device_share)
         cancel_all(engine)
         del engine
         free_memory()
 
 
-def run_long_prompt(engine: Engine) -> dict[str, float | int | None]:
+def run_long_prompt(engine: Engine, seed: int) -> dict[str, float]:
     """Submit a long prompt to the running batch, and time everybody's tokens until its first."""
-    for _ in range(4):
-        engine.step()
-    tokens = torch.randint(0, engine.runner.vocabulary, (LONG_PROMPT,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, engine.runner.vocabulary, (LONG_PROMPT,), generator=torch.Generator().manual_seed(seed))
     start = time.perf_counter()
     request = engine.submit(tokens.tolist(), SamplingParams(max_tokens=2, ignore_eos=True))
     gaps, last, first = [], start, None
@@ -156,6 +162,20 @@ def run_long_prompt(engine: Engine) -> dict[str, float | int | None]:
         "itl_p50_ms": statistics.median(gaps),
         "itl_p99_ms": percentile(gaps, 0.99),
     }
+
+
+def device_ms_of_long_prompt(engine: Engine, seed: int) -> float:
+    """Milliseconds that kernels take while another long prompt is read."""
+    step_a_few_times(engine)  # the one before ends
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run_long_prompt(engine, seed)
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+
+
+def step_a_few_times(engine: Engine) -> None:
+    """Until the batch is as one that has long been running."""
+    for _ in range(4):
+        engine.step()
 
 
 def free_memory() -> None:
