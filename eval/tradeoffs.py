@@ -85,19 +85,39 @@ def memory_section(workload: tuple[str, str, int]) -> str:
 
 
 def needle_section(records: list[dict[str, Any]]) -> str:
-    """Recall of one needle model over the cells that its fp16 cache passes."""
-    from bench.needle import VARIANTS, summarise
+    """Recall of one needle model: by kind over the cells that its fp16 cache passes, and by length over all cells."""
+    from bench.needle import summarise
+    from eval.needle_words import VARIANTS
 
-    rows = []
+    kinds = []
     for row in summarise(records):
         shares = [row[key] for variant in VARIANTS for key in (variant, f"{variant} at the longest")]
         count = sum(record["trials"] for record in records if record["format"] == row["format"])
-        rows.append([row["format"], f"{count:,}", *("" if share is None else f"{share:.1%}" for share in shares)])
-    longest = max(record["length"] for record in records)
-    headings = ["KV", "needles", *(text for variant in VARIANTS for text in (variant, f"{variant}, {longest:,}"))]
-    title = f"\n## Needle model, {records[0]['model']} ({records[0]['device']}): recall where fp16 recalls\n"
-    about = "What the model is: [evaluation.md](evaluation.md). Over all lengths measured, and at the longest.\n"
-    return f"{title}\n{about}\n" + table(headings, rows)
+        kinds.append([row["format"], f"{count:,}", *("" if share is None else f"{share:.1%}" for share in shares)])
+    lengths = sorted({record["length"] for record in records})
+    headings = ["KV", "needles", *(text for variant in VARIANTS for text in (variant, f"{variant}, {lengths[-1]:,}"))]
+    first = records[0]
+    title = f"\n## Needle model, {first['model']} ({first['device']}, weights {first['weights']}): recall\n"
+    about = (
+        "What the model is: [evaluation.md](evaluation.md). Where fp16 recalls, over all lengths and at the longest.\n"
+    )
+    by_length = [_by_length(name, records, lengths) for name in dict.fromkeys(record["format"] for record in records)]
+    every_cell = ["KV", *(f"{length:,} tokens" for length in lengths), "worst cell", "needles missed"]
+    more = "\nEvery cell, by length; a cell is a kind, a length and one of eleven depths.\n"
+    return f"{title}\n{about}\n{table(headings, kinds)}{more}\n{table(every_cell, by_length)}"
+
+
+def _by_length(name: str, records: list[dict[str, Any]], lengths: list[int]) -> list[str]:
+    cells = [record for record in records if record["format"] == name]
+    row = [name]
+    for length in lengths:
+        there = [cell for cell in cells if cell["length"] == length]
+        trials = sum(cell["trials"] for cell in there)
+        row.append(f"{sum(cell['recall'] * cell['trials'] for cell in there) / trials:.2%}" if trials else "")
+    worst = min(cells, key=lambda cell: cell["recall"])
+    where = "" if worst["recall"] == 1.0 else f" ({worst['variant']}, {worst['length']:,} at {worst['depth']} %)"
+    missed = sum(round((1 - cell["recall"]) * cell["trials"]) for cell in cells)
+    return [*row, f"{worst['recall']:.1%}{where}", f"{missed:,}"]
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
