@@ -53,7 +53,7 @@ def read_page(
     return read_codes(codes, places, rows, valid, D, D_PAD, BITS) * scale + zero
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_pages"], do_not_specialize_on_alignment=["sealed_table"])
 def dequantize_kernel(
     scratch, open_pool, sealed_pool, open_table, sealed_table, scratch_pages, max_pages,
     k_places, v_places, k_scale, k_zero, v_scale, v_zero,

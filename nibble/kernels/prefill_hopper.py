@@ -273,7 +273,7 @@ def plan_walk(
     return first_tile, num_steps, num_near, boundary, oldest_page, newest_page
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_query_tiles", "max_pages"])
 def prefill_hopper_kernel(
     desc_open, desc_far, q_ptr, out_ptr, lse_ptr, tiles, sequences, open_table, num_query_tiles, max_pages,
     softmax_scale,

@@ -60,7 +60,7 @@ def page_source(
     return base + (index * 2 * KV_HEADS + head) * (PAGE * D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_query_tiles", "max_pages"])
 def prefill_portable_kernel(
     open_pool, scratch, q_ptr, out_ptr, lse_ptr, tiles, sequences, open_table, num_query_tiles, max_pages,
     softmax_scale,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from nibble.errors import NibbleError
-from nibble.formats import FORMATS
+from nibble.formats import FORMATS, PAGE_TOKENS
 from nibble.key_transform import read_key_transforms
 from nibble.manifest import TOKENIZER_DIR, Manifest, read_manifest
 from nibble.models import load_model, load_tokenizer
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FALLBACKS = ("fp16",)
+WARM_UP_TOKENS = 6 * PAGE_TOKENS + 1  # some far, some recent, one in an open page
 LEAST_FOR_FP8 = (8, 9)  # compute capability: products of e4m3
 
 
@@ -39,8 +40,18 @@ def load_engine(engine_dir: Path, limits: EngineLimits, kv_fallback: str | None 
     if recipe.tensor_parallel > 1 and wants_gpu(limits.device):
         from nibble.runtime.parallel import load_leading_engine
 
-        return load_leading_engine(engine_dir, limits, recipe.tensor_parallel, kv_fallback)
-    return load_rank(engine_dir, limits, kv_fallback, WHOLE, Engine)
+        engine = load_leading_engine(engine_dir, limits, recipe.tensor_parallel, kv_fallback)
+    else:
+        engine = load_rank(engine_dir, limits, kv_fallback, WHOLE, Engine)
+    _warm_up(engine)
+    return engine
+
+
+def _warm_up(engine: Engine) -> None:
+    """On a GPU, compile what prompts need before the first request would wait for it."""
+    if engine.device.type == "cuda":
+        for _ in engine.logits([0] * min(engine.limits.max_context, WARM_UP_TOKENS)):
+            pass
 
 
 def load_rank(
