@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from pydantic import Field
 from nibble.errors import NibbleError
 from nibble.paths import RECIPES_DIR
 from nibble.recipes import recipe_names
+from nibble.runtime.request import CPU_CHUNK_TOKENS
 from nibble.strict_yaml import StrictModel, read_mapping, validate
 
 LONG_TASKS = {"retrieval": 1600}  # tokens of the longest document with its answer; others stay below TASK_TOKENS
@@ -20,12 +22,23 @@ TASK_TOKENS = 512
 
 
 class SpeedPlan(StrictModel):
-    """Prompt and generated tokens of a timed stream, how many streams at once, how often (the median counts)."""
+    """How many streams at once, tokens of their prompts, how often (the median counts).
+
+    decode_tokens: that each stream writes while all of them do.
+    """
 
     prompt_tokens: Annotated[int, Field(ge=16, le=1 << 20)]
     decode_tokens: Annotated[int, Field(ge=2, le=65536)]
     streams: Annotated[int, Field(ge=1, le=256)]
     repeats: Annotated[int, Field(ge=1, le=99)]
+
+    def tokens_written(self, streams: int, step_tokens: int) -> int:
+        """By each of so many streams: `decode_tokens`, and what the first writes while the others' prompts are read.
+
+        step_tokens: the most that an engine reads and writes in a step.
+        """
+        steps = math.ceil((streams - 1) * self.prompt_tokens / max(1, step_tokens - streams))
+        return self.decode_tokens + steps
 
 
 class TaskPlan(StrictModel):
@@ -61,7 +74,7 @@ class EvalPlan(StrictModel):
     @property
     def max_context(self) -> int:
         """The longest sequence that any part of the plan needs."""
-        timed = self.speed.prompt_tokens + self.speed.decode_tokens
+        timed = self.speed.prompt_tokens + self.speed.tokens_written(self.speed.streams, CPU_CHUNK_TOKENS)
         asked = max(self.needle.lengths) if self.needle else 0
         answered = [LONG_TASKS.get(name, TASK_TOKENS) for name in self.tasks.names] if self.tasks else [0]
         return max(self.window_tokens, self.memory_tokens + 1, timed, asked, *answered)

@@ -76,7 +76,8 @@ def measure_speed(quantized: Engine, fp16: Engine, plan: SpeedPlan, seed: int) -
         for count in stream_counts(plan.streams):
             batch = [next(prompts) for _ in range(count)]
             for name, engine in engines.items():
-                times[name][count].append(time_streams(engine, batch, plan.decode_tokens))
+                tokens = plan.tokens_written(count, engine.limits.step_tokens)
+                times[name][count].append(time_streams(engine, batch, tokens))
     speeds = {name: _summarise(taken) for name, taken in times.items()}
     return Speed(quantized=speeds["quantized"], fp16=speeds["fp16"], streams=plan.streams, repeats=plan.repeats)
 

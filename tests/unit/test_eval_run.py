@@ -21,7 +21,7 @@ from eval.memory import measure_footprint
 from eval.records import Report, ServedCheck
 from eval.run import failed_checks, main
 from eval.served import GreedyAnswer, compare_hosts, in_process_host
-from eval.speed import random_prompt, random_prompts, stream_counts, time_streams
+from eval.speed import measure_speed, random_prompt, random_prompts, stream_counts, time_streams
 from eval.subjects import Subjects, check_request, require_engine
 from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat
@@ -216,6 +216,13 @@ def test_streams_are_timed_while_all_of_them_run(subjects: Subjects) -> None:
     assert 0 < len(times.waits) <= 8
     assert stream_counts(6) == [1, 2, 4, 6]
     assert stream_counts(1) == [1]
+
+
+def test_streams_whose_prompts_take_longer_than_their_answers_are_timed_together(subjects: Subjects) -> None:
+    plan = SpeedPlan(prompt_tokens=256, decode_tokens=2, streams=2, repeats=1)
+    assert plan.tokens_written(2, subjects.fp16.limits.step_tokens) > 2 + 1
+    speed = measure_speed(subjects.quantized, subjects.fp16, plan, seed=0)
+    assert [(each.streams, each.tokens > 0) for each in speed.fp16.latencies] == [(1, True), (2, True)]
 
 
 def test_hosts_that_agree_and_hosts_that_do_not(subjects: Subjects) -> None:
