@@ -25,7 +25,9 @@ def describe_environment() -> Environment:
 
 
 def current_commit() -> str:
-    """The git commit, with `-dirty` when tracked files differ from it; `unknown` outside a repository."""
+    """The git commit, with `-dirty` when tracked files differ from it; NIBBLE_COMMIT, or `unknown`, where git has none."""
+    if asked := os.environ.get("NIBBLE_COMMIT"):
+        return asked
     try:
         commit = _git("rev-parse", "HEAD")
         return f"{commit}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else commit
