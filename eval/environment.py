@@ -25,7 +25,7 @@ def describe_environment() -> Environment:
 
 
 def current_commit() -> str:
-    """The git commit, with `-dirty` when tracked files differ from it; NIBBLE_COMMIT, or `unknown`, where git has none."""
+    """NIBBLE_COMMIT; else git's commit, with `-dirty` when tracked files differ from it; else `unknown`."""
     if asked := os.environ.get("NIBBLE_COMMIT"):
         return asked
     try:
