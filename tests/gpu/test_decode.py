@@ -24,6 +24,8 @@ INT4 = FORMATS["int4"]
 STORED = [*FORMATS.values(), INT8_PAGE]
 EDGES = (0, 1, 63, 64, 65, 128, 129, 192, 193, 1000, 3000, 4097)
 SHORT = (1, 65, 700, 2500)
+# A warp for every page, and a pair of warps.
+one_warp_and_pair = pytest.mark.parametrize("group", [8, 12])
 
 
 def check(batch: PagedBatch, tolerance: float = 1e-3, workspace: DecodeWorkspace | None = None) -> None:
@@ -45,16 +47,18 @@ def poisoned_memory() -> None:
     del blocks
 
 
+@one_warp_and_pair
 @pytest.mark.parametrize("fmt", STORED, ids=lambda f: f.name)
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
-def test_formats_and_head_sizes(fmt: KVFormat, head_dim: int) -> None:
-    check(make_batch(DecodeCase(fmt, SHORT, head_dim=head_dim)))
+def test_formats_and_head_sizes(fmt: KVFormat, head_dim: int, group: int) -> None:
+    check(make_batch(DecodeCase(fmt, SHORT, head_dim=head_dim, group=group)))
 
 
+@one_warp_and_pair
 @pytest.mark.parametrize("fmt", STORED, ids=lambda f: f.name)
 @pytest.mark.parametrize("hard_keys", [False, True])
-def test_lengths_at_page_edges(fmt: KVFormat, hard_keys: bool) -> None:
-    check(make_batch(DecodeCase(fmt, EDGES, hard_keys=hard_keys)))
+def test_lengths_at_page_edges(fmt: KVFormat, hard_keys: bool, group: int) -> None:
+    check(make_batch(DecodeCase(fmt, EDGES, hard_keys=hard_keys, group=group)))
 
 
 @pytest.mark.parametrize("group", range(1, 17))
@@ -63,18 +67,21 @@ def test_groups(group: int, head_dim: int) -> None:
     check(make_batch(DecodeCase(INT4, SHORT, group=group, head_dim=head_dim)))
 
 
+@one_warp_and_pair
 @pytest.mark.parametrize("policy", [PagePolicy(0, 0), PagePolicy(2, 0), PagePolicy(3, 4)])
-def test_policies(policy: PagePolicy) -> None:
-    check(make_batch(DecodeCase(INT4, EDGES, policy=policy)))
+def test_policies(policy: PagePolicy, group: int) -> None:
+    check(make_batch(DecodeCase(INT4, EDGES, policy=policy, group=group)))
 
 
+@one_warp_and_pair
 @pytest.mark.parametrize("window", [1, 64, 100, 1000])
-def test_sliding_windows(window: int) -> None:
-    check(make_batch(DecodeCase(INT4, EDGES, sliding_window=window)))
+def test_sliding_windows(window: int, group: int) -> None:
+    check(make_batch(DecodeCase(INT4, EDGES, sliding_window=window, group=group)))
 
 
-def test_bf16_queries() -> None:
-    check(make_batch(DecodeCase(INT4, SHORT, dtype=torch.bfloat16)), tolerance=4e-3)
+@one_warp_and_pair
+def test_bf16_queries(group: int) -> None:
+    check(make_batch(DecodeCase(INT4, SHORT, dtype=torch.bfloat16, group=group)), tolerance=4e-3)
 
 
 @pytest.mark.parametrize("length", [8192, 32768])
@@ -82,21 +89,24 @@ def test_long_sequences(length: int) -> None:
     check(make_batch(DecodeCase(INT4, (length, 77), kv_heads=1)))
 
 
+@one_warp_and_pair
 @pytest.mark.parametrize("split_pages", [None, 1, 4, 16, 64])
-def test_split_sizes(split_pages: int | None) -> None:
-    batch = make_batch(DecodeCase(INT4, EDGES))
+def test_split_sizes(split_pages: int | None, group: int) -> None:
+    batch = make_batch(DecodeCase(INT4, EDGES, group=group))
     check(batch, workspace=workspace_of(batch, split_pages))
 
 
-def test_more_units_than_a_block_lists_at_once() -> None:
-    batch = make_batch(DecodeCase(INT4, (20000,) * 9, kv_heads=8))
+@one_warp_and_pair
+def test_more_units_than_a_block_lists_at_once(group: int) -> None:
+    batch = make_batch(DecodeCase(INT4, (20000,) * 9, kv_heads=8, group=group))
     check(batch, workspace=workspace_of(batch, 1))
 
 
+@one_warp_and_pair
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
-def test_a_row_does_not_depend_on_its_batch(fmt: KVFormat) -> None:
+def test_a_row_does_not_depend_on_its_batch(fmt: KVFormat, group: int) -> None:
     """Alone, among others and at other places of a batch of 64: the same bits."""
-    batch = make_batch(DecodeCase(fmt, (3000, 1, 4097, 640, 9000, 64, 193, 0)))
+    batch = make_batch(DecodeCase(fmt, (3000, 1, 4097, 640, 9000, 64, 193, 0), group=group))
     everyone = [row % 8 for row in range(64)]
     out, log_sum_exp = batch.select(everyone).decode()
     for rows in ([0], [2], [4], [4, 0], [7, 5, 4, 3, 2, 1], [2, 4] * 30):
@@ -106,9 +116,10 @@ def test_a_row_does_not_depend_on_its_batch(fmt: KVFormat) -> None:
         assert torch.equal(out[first : first + 8], out[:8])
 
 
-def test_repeated_launches_give_the_same_bits() -> None:
+@one_warp_and_pair
+def test_repeated_launches_give_the_same_bits(group: int) -> None:
     """An error that moves is a race."""
-    batch = make_batch(DecodeCase(INT4, (3000, 1, 4097, 640) * 8, kv_heads=8))
+    batch = make_batch(DecodeCase(INT4, (3000, 1, 4097, 640) * 8, kv_heads=8, group=group))
     workspace = batch.workspace()
     first = batch.decode(workspace)[0]
     assert all(torch.equal(batch.decode(workspace)[0], first) for _ in range(50))

@@ -38,6 +38,7 @@ DEVICE constexpr int parameter_bytes(int kind) {
 constexpr int kKParameterBytes = parameter_bytes(kKScale);  // scales, then zero points
 constexpr int kVParameterBytes = parameter_bytes(kVScale);
 constexpr int kPageBytes = kKPageBytes + kVPageBytes + kKParameterBytes + kVParameterBytes;
+constexpr int kHalfPageBytes = 2 * kPageTokens * kHalfRowBytes;  // of one KV head
 
 // Mirrored field by field by nibble/kernels/decode.py.
 struct DecodeParams {

@@ -10,6 +10,11 @@ constexpr int kSplitsAimed = 16;
 constexpr int kFewestSplitPages = 32;
 constexpr int kMostSplitPages = 64;
 
+// A split's share is measured in quarters of a sealed page's bytes: fp16 pages are larger, and a sequence's last split holds
+// several.
+constexpr int kSealedQuarters = 4;
+constexpr int kHalfQuarters = (kSealedQuarters * kHalfPageBytes + kPageBytes / 2) / kPageBytes;
+
 struct Unit {
     int batch;
     int kv_head;
@@ -27,7 +32,6 @@ DEVICE int divide(int a, int b) { return static_cast<int>(__fdividef(static_cast
 struct Visible {
     int page_begin;  // pages [page_begin, page_end) hold tokens that the query sees
     int page_end;
-    int split_pages;
     int num_splits;
 };
 
@@ -45,8 +49,21 @@ DEVICE Visible visible_pages(const DecodeParams& p, int seq_len) {
     const int aimed = min(max((pages + kSplitsAimed - 1) / kSplitsAimed, kFewestSplitPages), kMostSplitPages);
     const int size = p.split_pages > 0 ? p.split_pages : pages <= kMostSplitPages ? kMostSplitPages : aimed;
     v.num_splits = max(1, divide(pages + size - 1, size));
-    v.split_pages = divide(pages + v.num_splits - 1, v.num_splits);
     return v;
+}
+
+// The first page of a split, page_end behind the last: every split has its share of the bytes, to half a page.
+DEVICE int first_page_of(const DecodeParams& p, const Visible& v, int seq_len, int split) {
+    if (split == v.num_splits) return v.page_end;
+    const int sealed_begin = min(max(v.page_begin, p.sink_pages), v.page_end);
+    const int sealed_end = max(sealed_begin, min(v.page_end, first_recent_page(p, seq_len)));
+    const int front = kHalfQuarters * (sealed_begin - v.page_begin), sealed = kSealedQuarters * (sealed_end - sealed_begin);
+    const int total = front + sealed + kHalfQuarters * (v.page_end - sealed_end);
+    int at = split * divide(total + v.num_splits - 1, v.num_splits);
+    if (at < front) return v.page_begin + (at + kHalfQuarters / 2) / kHalfQuarters;
+    at -= front;
+    if (at < sealed) return sealed_begin + (at + kSealedQuarters / 2) / kSealedQuarters;
+    return min(v.page_end, sealed_end + (at - sealed + kHalfQuarters / 2) / kHalfQuarters);
 }
 
 // splits_before[b]: splits (of one KV head) of the sequences before b; [batch] is their total. One warp.
@@ -97,8 +114,8 @@ DEVICE Unit find_unit(const DecodeParams& p, const int* splits_before, int index
     unit.split = divide(inside, p.kv_heads);
     unit.kv_head = inside - unit.split * p.kv_heads;
     unit.num_splits = v.num_splits;
-    unit.page_begin = v.page_begin + unit.split * v.split_pages;
-    unit.page_end = min(v.page_end, unit.page_begin + v.split_pages);
+    unit.page_begin = first_page_of(p, v, unit.seq_len, unit.split);
+    unit.page_end = first_page_of(p, v, unit.seq_len, unit.split + 1);
     unit.num_items = items_of(p, unit);
     return unit;
 }
