@@ -67,10 +67,10 @@ def _behaviour_rows(report: Report) -> list[Row]:
     needle = report.needle
     if needle is not None and needle.recall is not None and needle.recall_fp16 is not None and needle.drop is not None:
         label = f"needle recall, {needle.scored} of {len(needle.cells)} cells scored"
-        change = f"{-needle.drop.value:+.1%}"
         lost = needle.drop.interval
-        interval = None if lost is None else [-lost[1], -lost[0]]
-        shown = interval_text(Estimate(value=-needle.drop.value, interval=interval), "+.1%")
+        interval = None if lost is None else [0.0 - lost[1], 0.0 - lost[0]]  # nothing lost is 0, not -0
+        gained = Estimate(value=0.0 - needle.drop.value, interval=interval)
+        change, shown = f"{gained.value:+.1%}", interval_text(gained, "+.1%")
         rows.append((label, f"{needle.recall:.1%}", f"{needle.recall_fp16:.1%}", change, shown))
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from eval.plots import FAINT, FP16, INK, QUANTIZED, draw_svg
 from eval.records import LayerCheck, NeedleCell, NeedleFigures, Report
@@ -22,6 +23,7 @@ def layer_ratios(check: LayerCheck) -> str:
         numbers = [layer.layer for layer in check.layers]
         axes.bar(numbers, [layer.ratio for layer in check.layers], color=QUANTIZED)
         axes.axhline(1.0, color=FAINT, linestyle=":")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="layer", ylabel="error over what the format explains", ylim=(0, None))
 
     return draw_svg("layers", draw)
