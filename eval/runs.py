@@ -130,6 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(schema_text(), end="")
 
 
+def _folder(run: str) -> Path:
+    """The folder of a run, from its name in the list or any path."""
+    listed = results_root() / run
+    return listed if listed.is_dir() else Path(run)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eval.runs", description="Past evaluations.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -137,10 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--model", help="only of this model")
     listing.add_argument("--kv", help="only of this KV recipe")
     show = commands.add_parser("show", help="one run's tables")
-    show.add_argument("run", type=Path)
+    show.add_argument("run", type=_folder, help="its name in the list, or its folder")
     compare = commands.add_parser("compare", help="two runs side by side")
-    compare.add_argument("first", type=Path)
-    compare.add_argument("second", type=Path)
+    compare.add_argument("first", type=_folder)
+    compare.add_argument("second", type=_folder)
     commands.add_parser("schema", help="the JSON schema of report.json")
     return parser
 

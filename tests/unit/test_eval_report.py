@@ -177,7 +177,7 @@ def test_runs_are_listed_shown_and_compared(stored: Path, capsys: pytest.Capture
     first, second = (str(stored / "tiny" / kv / "20260101T000000Z") for kv in ("int4", "int8"))
     runs.main(["show", first])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kv"] == "int4"
-    runs.main(["compare", first, second])
+    runs.main(["compare", "tiny/int4/20260101T000000Z", second])
     out = capsys.readouterr().out
     assert "over 3 windows in common" in out
     assert re.search(r"0\.00\d+ nats, 95 % interval \+0\.00", out)
