@@ -6,7 +6,8 @@
 - `load`: streams that begin at once, each a prompt of its own; the engine in this process, through Triton's gRPC and
   through the front's SSE, in turn. Clients are processes of their own on the same machine. TTFT is counted from the
   moment at which all are let go, TPOT is a stream's mean time between tokens. `tokens_per_response` above 1 says that
-  the sending thread was behind and sent several tokens as one.
+  the sending thread was behind and sent several tokens as one. The front sends text: where most tokens have none, as
+  those of a dummy with a tokenizer of bytes, its tokens a second say something, its times to single tokens nothing.
 - `faults`: another process takes the card's memory under the server; SIGKILL to Triton's Python stub, until a request
   is answered again, and the pools before and after.
 - `starts`: a pool that is larger than the card, and a card that another process has filled: what the operator is told,
@@ -226,11 +227,11 @@ def start_in_vain(bench: Bench, *arguments: str) -> Record:
     command += ["--certificate", "warn", "--check", *arguments]
     began = time.monotonic()
     ended = subprocess.run(command, cwd=REPOSITORY_ROOT, capture_output=True, text=True, timeout=300, check=False)
-    said = ended.stderr.strip().splitlines()
+    said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     return {
         "exit_code": ended.returncode,
         "seconds": round(time.monotonic() - began, 1),
-        "message": "\n".join(said[-3:]),
+        "message": "\n".join(said),
     }
 
 
