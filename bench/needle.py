@@ -196,6 +196,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval().requires_grad_(False)
     needles = Needles(model.to(device), Language(**training["recipe"]["language"]))
     lengths = {tokens: options.haystacks or n for tokens, n in LENGTHS.items() if tokens <= options.longest}
+    others = others_in(options.out, about["model"])
     records: list[dict[str, Any]] = []
     start = time.monotonic()
     for name, spec in formats(needles).items():
@@ -203,8 +204,14 @@ def main() -> None:
             continue
         records += [record | about for record in needles.records(name, spec, lengths)]
         print(f"{time.monotonic() - start:.0f} s: {name}, {len(records)} records", flush=True)
-        options.out.write_text(_as_lines(records), encoding="utf-8")
+        options.out.write_text(_as_lines([*records, *others]), encoding="utf-8")
     print(json.dumps(summarise(records)))
+
+
+def others_in(path: Path, model: str) -> list[dict[str, Any]]:
+    """The records of other models that a file has: those of `model` are replaced."""
+    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return [record for record in records if record["model"] != model]
 
 
 def _as_lines(records: list[dict[str, Any]]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench.needle import Needles, formats, summarise
+from bench.needle import Needles, formats, others_in, summarise
 from bench.needle_guide import GUIDED, Guide
 from bench.needle_language import Batch, drill_batch, random_batch
 from bench.needle_train import FULL, WIRED, Stage, losses, make_model, train
@@ -138,6 +140,13 @@ def test_training_follows_its_recipe() -> None:
     assert [(entry["tokens"], entry["steps"]) for entry in log] == [(48, 4), (96, 2)]
     assert all(entry["guide"] > 0 for entry in log)
     assert not torch.equal(trained.lm_head.weight, make_model(recipe).lm_head.weight)
+
+
+def test_measuring_a_model_again_replaces_its_own_records_alone(tmp_path: Path) -> None:
+    stored = [{"model": "a", "recall": 1.0}, {"model": "b", "recall": 0.5}]
+    (tmp_path / "needle.json").write_text(json.dumps(stored), encoding="utf-8")
+    assert others_in(tmp_path / "needle.json", "a") == stored[1:]
+    assert others_in(tmp_path / "none.json", "a") == []
 
 
 def test_only_cells_that_fp16_passes_are_scored() -> None:

@@ -19,11 +19,12 @@ from nibble.recipes import load_model_recipe
 from nibble.runtime import Engine, EngineLimits
 
 FOLDER = resolve_source(load_model_recipe("needle"))
-RECORDS = json.loads((REPOSITORY_ROOT / "bench" / "results" / "needle.json").read_text(encoding="utf-8"))
+MEASURED = json.loads((REPOSITORY_ROOT / "bench" / "results" / "needle.json").read_text(encoding="utf-8"))
+RECORDS = [record for record in MEASURED if record["model"] == "wired start, trained"]  # the shipped one's
 LONGEST = 32768
 
 
-def test_the_weights_are_those_of_the_recipe_and_of_every_record() -> None:
+def test_the_weights_are_those_of_the_recipe_and_of_its_records() -> None:
     weights = file_sha256(FOLDER / "model.safetensors")
     assert weights == json.loads((FOLDER / "training.json").read_text(encoding="utf-8"))["weights_sha256"]
     assert {record["weights"] for record in RECORDS} == {weights[:16]}
