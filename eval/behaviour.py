@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import groupby
 from typing import Any
 
@@ -81,6 +82,7 @@ def needle_figures(trials: list[Trial], quantized: list[float], fp16: list[float
         recall=float(np.mean([cell.recall for cell in passed])) if passed else None,
         recall_fp16=float(np.mean([cell.recall_fp16 for cell in passed])) if passed else None,
         drop=_estimate(drops, seed) if passed else None,
+        sha256=hashlib.sha256("\n".join(trial.prompt for trial in trials).encode()).hexdigest(),
     )
 
 

@@ -197,7 +197,7 @@ class TaskFigures(StrictModel):
 
 
 class NeedleCell(StrictModel):
-    """One haystack on both engines: the share of its numbers found. scored: fp16 found all."""
+    """A cell's haystacks on both engines: the share of their numbers found. scored: fp16 found all."""
 
     variant: str
     length: int
@@ -208,13 +208,17 @@ class NeedleCell(StrictModel):
 
 
 class NeedleFigures(StrictModel):
-    """The grid, and recall over its scored cells (None when fp16 passes none). drop: fp16 less quantized."""
+    """The grid, and recall over its scored cells (None when fp16 passes none). drop: fp16 less quantized.
+
+    sha256: of every haystack with its question; empty in reports that were made before it was kept.
+    """
 
     cells: list[NeedleCell]
     scored: int
     recall: float | None
     recall_fp16: float | None
     drop: Estimate | None
+    sha256: str = ""
 
 
 class ServedCheck(StrictModel):

@@ -153,4 +153,6 @@ def _inputs(report: Report) -> dict[str, str]:
     inputs |= {f"text {text.name}": text.sha256 for text in report.inputs.texts}
     if report.layers is not None:
         inputs["layer text"] = report.layers.sha256
+    if report.needle is not None:
+        inputs["needles"] = report.needle.sha256
     return inputs | {f"task {task.task}": task.sha256 for task in report.tasks}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +213,8 @@ def test_cells_that_fp16_fails_are_not_scored() -> None:
     trials = [Trial("single", 1024, depth, "", ("1",), 16) for depth in (0, 50, 100)]
     figures = needle_figures(trials, quantized=[1.0, 0.0, 0.0], fp16=[1.0, 1.0, 0.0], seed=0)
     assert (figures.scored, figures.recall, figures.recall_fp16) == (2, 0.5, 1.0)
+    others = [replace(trial, prompt="another haystack") for trial in trials]
+    assert figures.sha256 != needle_figures(others, [1.0] * 3, [1.0] * 3, seed=0).sha256
     assert figures.drop is not None and figures.drop.value == 0.5
     assert needle_figures(trials, [0.0] * 3, [0.0] * 3, seed=0).recall is None
 
