@@ -84,8 +84,7 @@ def gate_kernel(gate_up, out, width, BLOCK: tl.constexpr, IS_SILU: tl.constexpr,
     tl.store(out + row * width + at, (activate(left, IS_SILU) * right).to(out.dtype.element_ty), mask=inside)
 
 
-# One kernel for all numbers of tokens: Triton would compile others for 1 and for multiples of 16 when a prompt comes.
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "slots"])
+@triton.jit
 def split_heads_kernel(
     qkv, positions, frequencies, q_norm, k_norm, reader, forward, q_out, pages, slots, part_stride, tokens,
     rope_scaling, epsilon,

@@ -68,7 +68,7 @@ def store_tile(
     tl.store(target + m[:, None] * columns + at[None, :], total.to(target.dtype.element_ty), (m < tokens)[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def shares_kernel(
     x, weight, token_scales, row_scales, out, tokens, rows, width, part,
     BLOCK_M: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, BLOCK_K: tl.constexpr,
