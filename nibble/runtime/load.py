@@ -45,11 +45,11 @@ def load_engine(engine_dir: Path, limits: EngineLimits, kv_fallback: str | None 
         engine = load_leading_engine(engine_dir, limits, recipe.tensor_parallel, kv_fallback)
     else:
         engine = load_rank(engine_dir, limits, kv_fallback, WHOLE, Engine)
-    _warm_up(engine)
+    warm_up(engine)
     return engine
 
 
-def _warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine) -> None:
     """On a GPU, compile what prompts need before the first request would wait for it."""
     if engine.device.type == "cuda":
         for tokens in WARM_UP_TOKENS:

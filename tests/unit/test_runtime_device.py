@@ -17,6 +17,7 @@ from nibble.runtime.decoder_weights import DecoderWeights
 from nibble.runtime.device import choose_device
 from nibble.runtime.device_step import batch_buckets
 from nibble.runtime.fp8_rows import quantize_rows
+from nibble.runtime.load import warm_up
 from nibble.runtime.weight_sources import DummyWeights, ModelWeights, load_decoder_weights
 from nibble.visibility import PagePolicy
 from tests.unit.oracle_kernels import ORACLE_KERNELS
@@ -100,6 +101,15 @@ def test_a_full_pool_and_a_warm_prefix_change_nothing(monkeypatch: pytest.Monkey
     assert tokens_of(tight, prompts, params) == roomy
     assert tight.stats().preemptions > 0 and tight.stats().prefix_hit_tokens > 0
     assert tight.stats().pages_used == tight.stats().open_pages_used == 0
+
+
+def test_warming_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    cold, warm = device_engine(max_context=100), device_engine(max_context=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "device", torch.device("cuda"))
+        warm_up(warm)
+    assert warm.stats() == cold.stats()
+    assert tokens_of(warm, [random_prompt(70)], DRAWN) == tokens_of(cold, [random_prompt(70)], DRAWN)
 
 
 def test_a_token_launched_too_many_is_dropped() -> None:
