@@ -205,7 +205,7 @@ class Engine:
             while sequence.num_pending:
                 length = min(self.limits.step_tokens, sequence.num_pending)
                 pairs = self.pages.reserve(sequence, length)
-                step = Step((Span.of(sequence, 0, length, self.spec.policy),), tuple(pairs))
+                step = Step((Span(sequence, 0, length, self.spec.policy),), tuple(pairs))
                 yield self.runner.logits(step, torch.arange(length))
                 self.pages.commit(sequence, length)
         finally:

@@ -110,7 +110,7 @@ class Scheduler:
     def _step(self, planned: list[tuple[Sequence, int]], seal_pairs: list[tuple[int, int]]) -> Step:
         spans, start = [], 0
         for sequence, length in planned:
-            spans.append(Span.of(sequence, start, length, self.pages.policy))
+            spans.append(Span(sequence, start, length, self.pages.policy))
             start += length
         return Step(tuple(spans), tuple(seal_pairs))
 

@@ -23,32 +23,30 @@ from nibble.visibility import PagePolicy, may_attend
 class Span:
     """The tokens of one sequence in a step: row positions [start, start + length), sequence positions from `context`.
 
-    open_ids, sealed_ids: pages of the pools that the span's queries read, in sequence order. open_positions: the
-    position of the first token of each open page.
+    Its pages are looked up when they are asked for, which must be before the step is committed. A GPU's runner keeps
+    tables of its own and never asks.
     """
 
     sequence: Sequence
     start: int
     length: int
-    open_ids: torch.Tensor
-    sealed_ids: torch.Tensor
-    open_positions: torch.Tensor
     policy: PagePolicy
 
-    @classmethod
-    def of(cls, sequence: Sequence, start: int, length: int, policy: PagePolicy) -> Span:
-        """The span of the sequence's next `length` tokens; its pages are reserved."""
-        last_page = (sequence.num_computed + length - 1) // PAGE_TOKENS
-        open_pages = sorted(page for page in sequence.open_pages if page <= last_page)
-        return cls(
-            sequence,
-            start,
-            length,
-            torch.tensor([sequence.open_pages[page] for page in open_pages]),
-            torch.tensor([sequence.sealed_pages[page] for page in sorted(sequence.sealed_pages)], dtype=torch.long),
-            torch.tensor(open_pages) * PAGE_TOKENS,
-            policy,
-        )
+    @cached_property
+    def open_ids(self) -> torch.Tensor:
+        """int64: pages of the open pool that the span's queries read, in sequence order."""
+        return torch.tensor([self.sequence.open_pages[page] for page in self._open_pages])
+
+    @cached_property
+    def sealed_ids(self) -> torch.Tensor:
+        """int64: pages of the sealed pool that they read, in sequence order."""
+        sealed = self.sequence.sealed_pages
+        return torch.tensor([sealed[page] for page in sorted(sealed)], dtype=torch.long)
+
+    @cached_property
+    def _open_pages(self) -> list[int]:
+        last_page = (self.context + self.length - 1) // PAGE_TOKENS
+        return sorted(page for page in self.sequence.open_pages if page <= last_page)
 
     @property
     def context(self) -> int:
@@ -62,7 +60,7 @@ class Span:
         The unwritten rest of the last open page is left out.
         """
         sealed = torch.arange(len(self.sealed_ids) * PAGE_TOKENS) + self.policy.sink_pages * PAGE_TOKENS
-        opened = (self.open_positions[:, None] + torch.arange(PAGE_TOKENS)).flatten()
+        opened = (torch.tensor(self._open_pages)[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
         written = self.context + self.length
         return torch.cat((sealed, opened[opened < written]))
 
