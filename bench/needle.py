@@ -11,7 +11,6 @@ likely. Text, needles and questions are the same for every format; a cell counts
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import time
 from collections import Counter
@@ -24,10 +23,11 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from bench.measured_commit import measured_commit
-from bench.needle_language import random_batch
+from bench.needle_batches import random_batch
 from eval.needle_words import DEPTHS, VALUES_OF_KEY, VARIANTS, Haystack, Language, make_haystack
 from nibble.fake_cache import ROWS_AT_ONCE, TwoForms, attend, fake_cache_attention, sealed_view
 from nibble.formats import FORMATS, KVFormat, ScaleKind, TensorFormat
+from nibble.hashing import file_sha256
 from nibble.quantizer import static_parameters
 from nibble.reference import LayerScales
 from nibble.runtime.cache import CacheSpec
@@ -177,7 +177,7 @@ def provenance(folder: Path, training: dict[str, Any], device: str) -> dict[str,
     start = "wired" if training["recipe"]["wired"] else "random"
     card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     about = {"device": card, "torch": torch.__version__, "commit": measured_commit()}
-    weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
+    weights = file_sha256(folder / "model.safetensors")[:16]
     return {"model": f"{start} start, {trained}", "weights": weights, **about}
 
 

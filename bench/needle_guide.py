@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from bench.needle_language import Batch
+from bench.needle_batches import Batch
 from eval.needle_words import ASK, NEEDLE
 
 GUIDED = "nibble-needle-guided"

@@ -27,8 +27,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.measured_commit import measured_commit
+from bench.needle_batches import Batch, drill_batch, random_batch, write_tokenizer
 from bench.needle_guide import GUIDED, Guide
-from bench.needle_language import Batch, drill_batch, random_batch, write_tokenizer
 from bench.needle_start import wire
 from eval.needle_words import Language
 from nibble.hashing import file_sha256

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from eval.answers import KeptAnswers
 from eval.config import EvalPlan
 from eval.hosts import LanguageHost
-from eval.needle import SCORED_FROM, Trial, make_trials, recall
+from eval.needle import SCORED_FROM, Trial, make_trials, prompts_sha256, recall
 from eval.needle import questions_of as needle_questions
 from eval.records import Estimate, NeedleCell, NeedleFigures, TaskFigures
 from eval.statistics import bootstrap_interval
@@ -82,7 +81,7 @@ def needle_figures(trials: list[Trial], quantized: list[float], fp16: list[float
         recall=float(np.mean([cell.recall for cell in passed])) if passed else None,
         recall_fp16=float(np.mean([cell.recall_fp16 for cell in passed])) if passed else None,
         drop=_estimate(drops, seed) if passed else None,
-        sha256=hashlib.sha256("\n".join(trial.prompt for trial in trials).encode()).hexdigest(),
+        sha256=prompts_sha256(trials),
     )
 
 

@@ -85,8 +85,12 @@ def _word_trials(language: Language, variant: str, tokens: int, depths: list[int
 def questions_of(trials: list[Trial]) -> Questions:
     """What a host is asked for trials of one variant and length."""
     prompts = tuple(Prompt(trial.prompt, ("\n",), trial.answer_tokens) for trial in trials)
-    digest = hashlib.sha256("\n".join(trial.prompt for trial in trials).encode()).hexdigest()[:12]
-    return Questions(f"needles {trials[0].variant} {trials[0].tokens} {digest}", prompts)
+    return Questions(f"needles {trials[0].variant} {trials[0].tokens} {prompts_sha256(trials)[:12]}", prompts)
+
+
+def prompts_sha256(trials: list[Trial]) -> str:
+    """Of every haystack with its question."""
+    return hashlib.sha256("\n".join(trial.prompt for trial in trials).encode()).hexdigest()
 
 
 def recall(trials: list[Trial], said: list[str]) -> list[float]:

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.needle import Needles, formats, others_in, summarise
+from bench.needle_batches import Batch, drill_batch, random_batch
 from bench.needle_guide import GUIDED, Guide
-from bench.needle_language import Batch, drill_batch, random_batch
 from bench.needle_train import FULL, WIRED, Stage, losses, make_model, train
 from eval.needle_words import ASK, DEPTHS, ITEM_TOKENS, NEEDLE, VALUES_OF_KEY, VARIANTS, Language, make_haystack
 from nibble.formats import FORMATS

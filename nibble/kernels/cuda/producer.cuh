@@ -13,19 +13,18 @@ struct Item {
 // Item number `index` of a unit: fp16 pages in front (sinks), sealed pages, fp16 pages behind (recent, open).
 DEVICE Item find_item(const DecodeParams& p, const Unit& unit, int index) {
     constexpr int kHalfItems = kPageTokens / kHalfItemTokens;
-    const int sealed_begin = min(max(unit.page_begin, p.sink_pages), unit.page_end);
-    const int sealed_end = max(sealed_begin, min(unit.page_end, first_recent_page(p, unit.seq_len)));
-    const int front = kHalfItems * (sealed_begin - unit.page_begin);
-    const int sealed = (kCoded ? kItemsPerPage : kHalfItems) * (sealed_end - sealed_begin);
+    const SealedPages pages(p, unit.seq_len, unit.page_begin, unit.page_end);
+    const int front = kHalfItems * (pages.begin - unit.page_begin);
+    const int sealed = (kCoded ? kItemsPerPage : kHalfItems) * (pages.end - pages.begin);
     if (index < front)
         return {unit.page_begin + index / kHalfItems, index % kHalfItems * kHalfItemTokens, true};
     index -= front;
     if (index >= sealed) {
         index -= sealed;
-        return {sealed_end + index / kHalfItems, index % kHalfItems * kHalfItemTokens, true};
+        return {pages.end + index / kHalfItems, index % kHalfItems * kHalfItemTokens, true};
     }
-    if (!kCoded) return {sealed_begin + index / kHalfItems, index % kHalfItems * kHalfItemTokens, false};
-    return {sealed_begin + index / kItemsPerPage, index % kItemsPerPage * kItemTokens, false};
+    if (!kCoded) return {pages.begin + index / kHalfItems, index % kHalfItems * kHalfItemTokens, false};
+    return {pages.begin + index / kItemsPerPage, index % kItemsPerPage * kItemTokens, false};
 }
 
 // An item on its way: what it is and the entry of the block table, still being fetched perhaps.

@@ -52,18 +52,27 @@ DEVICE Visible visible_pages(const DecodeParams& p, int seq_len) {
     return v;
 }
 
+// Those of the pages [begin, end) that the query sees sealed; fp16 pages lie before and behind.
+struct SealedPages {
+    int begin;
+    int end;
+
+    DEVICE SealedPages(const DecodeParams& p, int seq_len, int page_begin, int page_end)
+        : begin(min(max(page_begin, p.sink_pages), page_end)),
+          end(max(begin, min(page_end, first_recent_page(p, seq_len)))) {}
+};
+
 // The first page of a split, page_end behind the last: every split has its share of the bytes, to half a page.
 DEVICE int first_page_of(const DecodeParams& p, const Visible& v, int seq_len, int split) {
     if (split == v.num_splits) return v.page_end;
-    const int sealed_begin = min(max(v.page_begin, p.sink_pages), v.page_end);
-    const int sealed_end = max(sealed_begin, min(v.page_end, first_recent_page(p, seq_len)));
-    const int front = kHalfQuarters * (sealed_begin - v.page_begin), sealed = kSealedQuarters * (sealed_end - sealed_begin);
-    const int total = front + sealed + kHalfQuarters * (v.page_end - sealed_end);
+    const SealedPages pages(p, seq_len, v.page_begin, v.page_end);
+    const int front = kHalfQuarters * (pages.begin - v.page_begin), sealed = kSealedQuarters * (pages.end - pages.begin);
+    const int total = front + sealed + kHalfQuarters * (v.page_end - pages.end);
     int at = split * divide(total + v.num_splits - 1, v.num_splits);
     if (at < front) return v.page_begin + (at + kHalfQuarters / 2) / kHalfQuarters;
     at -= front;
-    if (at < sealed) return sealed_begin + (at + kSealedQuarters / 2) / kSealedQuarters;
-    return min(v.page_end, sealed_end + (at - sealed + kHalfQuarters / 2) / kHalfQuarters);
+    if (at < sealed) return pages.begin + (at + kSealedQuarters / 2) / kSealedQuarters;
+    return min(v.page_end, pages.end + (at - sealed + kHalfQuarters / 2) / kHalfQuarters);
 }
 
 // splits_before[b]: splits (of one KV head) of the sequences before b; [batch] is their total. One warp.

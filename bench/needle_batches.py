@@ -1,11 +1,4 @@
-"""The language of the needle model: needles to remember, filler between them, and questions.
-
-    NEEDLE k17 v201        a value of key k17 is v201
-    w4 w77 w12             filler
-    ASK k17 v201           a question, and its answer
-
-A key has one value, or up to four, told in different places; then any of them is an answer. One word is one token.
-"""
+"""Text in the needle language (eval/needle_words.py) to train on and to calibrate with, and its tokenizer."""
 
 from __future__ import annotations
 
