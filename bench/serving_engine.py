@@ -95,8 +95,10 @@ def fill_pools(engine: Engine) -> None:
 class _Given:
     sequences: list[Sequence]
 
+    def wait(self) -> None: ...
+
     def read(self) -> list[Sampled]:
-        return [Sampled(1, 0.0, {}, True) for _ in self.sequences]
+        return [Sampled(1, 0.0, {}) for _ in self.sequences]
 
 
 class _NoForward:

@@ -2,7 +2,7 @@
 
     write     the host describes the batch in the buffers
     seal      pages that became far, if any, in a graph of their own
-    replay    the forward pass and the greedy tokens
+    replay    the forward pass and the greedy tokens, left where the next step reads them
     read      the caller copies what it wants of the outputs before the next replay
 
 Without graphs the same functions run one launch at a time; the answers are the same.
@@ -23,6 +23,7 @@ from nibble.runtime.sampler import SampledRows, pick_likeliest
 from nibble.runtime.sequence import Sequence
 
 Result = TypeVar("Result")
+SEAL_LANES = 8  # layers that are sealed at once
 
 
 class DecodeGraphs:
@@ -34,6 +35,8 @@ class DecodeGraphs:
         self.buckets = batch_buckets(max_running)
         vocabulary, dtype = decoder.weights.shape.vocabulary, decoder.weights.head.dtype
         self.logits = torch.empty(max_running, vocabulary, dtype=dtype, device=buffers.device)
+        on_gpu = buffers.device.type == "cuda"
+        self._lanes = [torch.cuda.Stream(buffers.device) for _ in range(SEAL_LANES)] if on_gpu else []
         self._runs: dict[int, Callable[[], SampledRows]] = {}
         self._seal: Callable[[], None] = self._seal_pages
         self.drop()
@@ -63,11 +66,25 @@ class DecodeGraphs:
 
     def _forward(self, batch: int) -> SampledRows:
         step = self.buffers.step(batch)
-        return pick_likeliest(self.decoder.logits(self.decoder.hidden_states(step), out=self.logits[:batch]))
+        picked = pick_likeliest(self.decoder.logits(self.decoder.hidden_states(step), out=self.logits[:batch]))
+        self.buffers.keep(step.slots, picked.tokens)
+        return picked
 
     def _seal_pages(self) -> None:
-        for layer in range(len(self.decoder.weights.layers)):
-            self.decoder.backend.seal_pages(layer, *self.buffers.seals.unbind(0))
+        """Layer beside layer: each alone is too small for a GPU, and one after the other would cost a launch each."""
+        pages = self.buffers.seals.unbind(0)
+        layers = range(len(self.decoder.weights.layers))
+        if self.buffers.device.type == "cpu":
+            for layer in layers:
+                self.decoder.backend.seal_pages(layer, *pages)
+            return
+        main = torch.cuda.current_stream()
+        for lane, stream in enumerate(self._lanes):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                for layer in layers[lane::SEAL_LANES]:
+                    self.decoder.backend.seal_pages(layer, *pages)
+            main.wait_stream(stream)
 
     @torch.inference_mode()
     def _capture(self) -> None:

@@ -157,8 +157,8 @@ def split_heads_kernel(
 
 
 @triton.jit
-def pick_likeliest_kernel(logits, tokens_out, logprobs, is_finite, vocabulary, BLOCK: tl.constexpr):
-    """Grid: rows. One pass: the first of the largest, the logarithm of the sum, and whether all are finite."""
+def pick_likeliest_kernel(logits, tokens_out, logprobs, vocabulary, BLOCK: tl.constexpr):
+    """Grid: rows. One pass: the first of the largest, and its logarithm of probability, NaN unless all are finite."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     best = -float("inf")
@@ -176,9 +176,8 @@ def pick_likeliest_kernel(logits, tokens_out, logprobs, is_finite, vocabulary, B
         least = tl.minimum(least, tl.min(tl.where(inside, values, float("inf")), 0))
     log_total = best + tl.log(total)
     tl.store(tokens_out + row, token.to(tl.int64))
-    tl.store(logprobs + row, best - log_total)
     finite = (log_total == log_total) & (tl.abs(log_total) < float("inf")) & (least > -float("inf"))
-    tl.store(is_finite + row, finite.to(tl.int8))
+    tl.store(logprobs + row, tl.where(finite, best - log_total, float("nan")))
 
 
 def launch_add_and_norm(
@@ -228,16 +227,13 @@ def launch_split_heads(
     return q
 
 
-def launch_pick_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_pick_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `decoder_ops.pick_likeliest`."""
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    is_finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    pick_likeliest_kernel[(rows,)](
-        logits, tokens, logprobs, is_finite.view(torch.int8), vocabulary, VOCABULARY_BLOCK, num_warps=16
-    )
-    return tokens, logprobs, is_finite
+    pick_likeliest_kernel[(rows,)](logits, tokens, logprobs, vocabulary, VOCABULARY_BLOCK, num_warps=16)
+    return tokens, logprobs
 
 
 @lru_cache

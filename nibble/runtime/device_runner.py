@@ -38,9 +38,11 @@ class DeviceTokens:
     picked: list[tuple[list[Sequence], SampledRows]]
     ready: torch.cuda.Event | None
 
-    def read(self) -> list[Sampled]:
+    def wait(self) -> None:
         if self.ready is not None:
             self.ready.synchronize()
+
+    def read(self) -> list[Sampled]:
         return [sampled for sequences, rows in self.picked for sampled in read_rows(rows, sequences)]
 
 
@@ -86,7 +88,8 @@ class DeviceRunner:
         decoding = [span.sequence for span in step.spans if span.length == 1]
         if decoding:
             greedy = self.graphs.run(decoding)
-            picked.append((decoding, self._pick(self.graphs.logits[: len(decoding)], greedy, decoding)))
+            logits = self.graphs.logits[: len(decoding)]
+            picked.append((decoding, self._pick(logits, greedy, decoding, are_kept=True)))
         wanted = {id(span) for span in asked}
         for spans in self._group_prompts([span for span in step.spans if span.length > 1]):
             ending = [span for span in spans if id(span) in wanted]
@@ -132,13 +135,17 @@ class DeviceRunner:
                 rows.append(start - 1)
         return to_device(rows, torch.int64, self.device)
 
-    def _pick(self, logits: torch.Tensor, greedy: SampledRows, sequences: list[Sequence]) -> SampledRows:
-        """The tokens as the sequences ask for them, left behind for the next step."""
-        choices = Choices.of(sequences, self.device)
+    def _pick(
+        self, logits: torch.Tensor, greedy: SampledRows, sequences: list[Sequence], *, are_kept: bool = False
+    ) -> SampledRows:
+        """The tokens as the sequences ask for them, left behind for the next step. are_kept: the greedy ones are."""
+        choices, shards = Choices.of(sequences, self.device), self.decoder.weights.shards
+        if choices is None and are_kept and shards.size == 1:
+            return greedy
         picked = greedy if choices is None else pick_as_asked(logits, greedy, choices)
-        self.decoder.weights.shards.as_first(picked.tokens)
+        shards.as_first(picked.tokens)
         slots = to_device([sequence.slot for sequence in sequences], torch.int64, self.device)
-        self.graphs.buffers.last_tokens.index_copy_(0, slots, picked.tokens)
+        self.graphs.buffers.keep(slots, picked.tokens)
         return picked
 
     def _send_to_host(self, picked: list[tuple[list[Sequence], SampledRows]]) -> DeviceTokens:

@@ -49,6 +49,12 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+def fill(target: torch.Tensor, values: Any) -> None:
+    """Overwrite a tensor with host values, without waiting for the device."""
+    host = torch.tensor(values, dtype=target.dtype)
+    target.copy_(host if target.device.type == "cpu" else host.pin_memory(), non_blocking=True)
+
+
 @dataclass(frozen=True)
 class DecodeStep:
     """One token of each sequence of a padded batch; tensors as the module says, cut to the batch.
@@ -82,6 +88,10 @@ class DecodeBuffers:
         """The rows of a padded batch, int32 [5, batch]."""
         return self._rows[: 5 * batch].view(5, batch)
 
+    def keep(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """The newest token of each slot, where the next step looks for it; int64 [rows] both, on the device."""
+        self.last_tokens.index_copy_(0, slots, tokens)
+
     def step(self, batch: int) -> DecodeStep:
         """The step in the buffers; runs on the device, so it belongs into the graph."""
         known, positions, slots, places, lengths = self.rows(batch).unbind(0)
@@ -93,12 +103,13 @@ class DecodeBuffers:
         """Describe the next token of each sequence, padded to `batch`; True when pages are to be sealed first."""
         padding = (0, 0, self.padding_slot, NOWHERE, 0)
         rows = [_describe(sequence) for sequence in sequences] + [padding] * (batch - len(sequences))
-        self.rows(batch).copy_(to_device(list(zip(*rows, strict=True)), torch.int32, self.device))
+        fill(self.rows(batch), list(zip(*rows, strict=True)))
         self._update_tables(sequences)
-        pairs = [pair for sequence in sequences for pair in pages_to_seal(sequence)]
+        beginning = [sequence for sequence in sequences if sequence.num_computed % PAGE_TOKENS == 0]
+        pairs = [pair for sequence in beginning for pair in pages_to_seal(sequence)]
         if pairs:
             filled = pairs + [(NOWHERE, NOWHERE)] * (self.seals.shape[1] - len(pairs))
-            self.seals.copy_(to_device(list(zip(*filled, strict=True)), torch.int32, self.device))
+            fill(self.seals, list(zip(*filled, strict=True)))
         return bool(pairs)
 
     def _update_tables(self, sequences: Rows[Sequence]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from nibble.runtime.sampler import Sampled
 from nibble.runtime.scheduler import Scheduler
 from nibble.runtime.sequence import Sequence
 from nibble.runtime.step import Span, Step
-from nibble.runtime.text import TextStream
+from nibble.runtime.text import TextStream, text_decoder
 from nibble.runtime.weight_sources import ModelWeights
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Engine:
         self.pages = PageTable(open_pool, sealed_pool, spec.policy)
         self.scheduler = Scheduler(self.pages, self.limits)
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self._decode = text_decoder(tokenizer)
         self._requests: dict[str, Sequence] = {}
         self._unread: PendingTokens | None = None
         self._prompt_tokens = self._tokens_generated = 0
@@ -154,16 +156,22 @@ class Engine:
         if request_id in self._requests:
             self._requests[request_id].cancelled = True
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, waiting: AbstractContextManager[object] | None = None) -> list[TokenEvent]:
         """Run one forward pass; one event for each token that came out and each request that was cancelled.
 
         On a GPU the next pass is launched before the tokens of the last one are read, so a pass's events come out of
-        the call after, and a request may run for one token more than it needed.
+        the call after, and a request may run for one token more than it needed. waiting: entered while this thread has
+        nothing to do but wait for the device, or computes without need of the interpreter.
         """
         events = [self._end(s, FinishReason.CANCELLED) for s in list(self._requests.values()) if s.cancelled]
-        launched = self._launch()
-        ready, self._unread = (self._unread, launched) if self.runner.overlaps else (launched, None)
-        return events if ready is None else events + self._read(ready)
+        waiting = waiting or nullcontext()
+        if self.runner.overlaps:
+            launched = self._launch()
+            ready, self._unread = self._unread, launched
+        else:
+            with waiting:
+                ready = self._launch()
+        return events if ready is None else events + self._read(ready, waiting)
 
     def _launch(self) -> PendingTokens | None:
         step = self.scheduler.schedule()
@@ -177,7 +185,9 @@ class Engine:
             sequence.num_unread += 1
         return pending
 
-    def _read(self, pending: PendingTokens) -> list[TokenEvent]:
+    def _read(self, pending: PendingTokens, waiting: AbstractContextManager[object]) -> list[TokenEvent]:
+        with waiting:
+            pending.wait()
         events = []
         for sequence, sampled in zip(pending.sequences, pending.read(), strict=True):
             sequence.num_unread -= 1
@@ -288,9 +298,6 @@ class Engine:
             cached_tokens=sequence.cached_tokens,
             **details,
         )
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _place(

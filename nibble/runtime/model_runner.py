@@ -29,6 +29,9 @@ class PickedTokens:
     sequences: Rows[Sequence]
     rows: SampledRows | None
 
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
     def read(self) -> list[Sampled]:
         return [] if self.rows is None else read_rows(self.rows, self.sequences)
 

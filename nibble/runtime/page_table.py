@@ -24,6 +24,10 @@ class PageTable:
         self.sealed_pool = sealed_pool
         self.policy = policy
 
+    def needs_pages(self, sequence: Sequence, num_tokens: int) -> bool:
+        """False for a token within a page: what it sees was reserved when its page began."""
+        return num_tokens > 1 or sequence.num_computed % PAGE_TOKENS == 0
+
     def can_reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         open_needed = len(self._open_pages_to_add(sequence, num_tokens))
         sealed_needed = len(self.pages_to_seal(sequence, num_tokens))
@@ -46,8 +50,11 @@ class PageTable:
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """The next `num_tokens` are in the cache now."""
+        began_page = self.needs_pages(sequence, num_tokens)
         sequence.num_computed += num_tokens
         self._name_full_pages(sequence)
+        if not began_page:
+            return
         for page in [page for page in sequence.open_pages if page in sequence.sealed_pages]:
             self.sealed_pool.register(sequence.sealed_pages[page], sequence.key_of_page(page))
             self.open_pool.release(sequence.open_pages.pop(page))

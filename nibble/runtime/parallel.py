@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -58,10 +59,10 @@ class LeadingEngine(Engine):
         super().cancel(request_id)
         self._orders().append(("cancel", (request_id,)))
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, waiting: AbstractContextManager[object] | None = None) -> list[TokenEvent]:
         """See `Engine.step`."""
         self._send([*self._orders(), ("step", ())])
-        return super().step()
+        return super().step(waiting)
 
     def logits(self, token_ids: list[int]) -> Iterator[torch.Tensor]:
         """See `Engine.logits`; take all chunks, as the other ranks do."""

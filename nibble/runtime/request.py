@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from nibble.errors import NibbleError
 
@@ -97,8 +98,7 @@ class SamplingParams:
                 raise NibbleError(f"{name}: got {getattr(self, name)!r}, allowed {allowed}")
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One token of one request, or its end.
 
     text: what became certain with this token: whole characters, nothing that may turn out to be a stop string.

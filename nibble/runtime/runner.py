@@ -19,8 +19,11 @@ class PendingTokens(Protocol):
     @property
     def sequences(self) -> Rows[Sequence]: ...
 
+    def wait(self) -> None:
+        """Until the device has sent them; leaves the interpreter to other threads."""
+
     def read(self) -> list[Sampled]:
-        """One for each of `sequences`; waits for the device."""
+        """One for each of `sequences`; call `wait` first."""
 
 
 class Runner(Protocol):

@@ -6,6 +6,7 @@ not depend on its batch, and nothing waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,25 +16,27 @@ import torch
 from nibble.runtime.sequence import Sequence
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """A token, the natural logarithm of its probability under the model, and the likeliest alternatives.
-
-    is_finite: False when the logits held NaN or Inf; the rest is worth nothing then.
-    """
+class Sampled(NamedTuple):
+    """A token, the natural logarithm of its probability under the model, and the likeliest alternatives."""
 
     token: int
     logprob: float
     top_logprobs: dict[int, float]
-    is_finite: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """False when the logits held NaN or Inf; the token is worth nothing then."""
+        return math.isfinite(self.logprob)
 
 
 class SampledRows(NamedTuple):
-    """The same for every row: int64, float32, bool [rows]; alternatives int64 and float32 [rows, most asked for]."""
+    """The same for every row: int64, float32 [rows]; alternatives int64 and float32 [rows, most asked for].
+
+    A row whose logits held NaN or Inf has a logprob of NaN.
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
-    is_finite: torch.Tensor
     top_tokens: torch.Tensor
     top_logprobs: torch.Tensor
 
@@ -94,7 +97,7 @@ def pick_likeliest(logits: torch.Tensor) -> SampledRows:
     log_total = logits.logsumexp(-1)
     best, tokens = logits.max(-1)
     is_finite = log_total.isfinite() & logits.amin(-1).isfinite()
-    return SampledRows(tokens, best - log_total, is_finite, nothing.long(), nothing)
+    return SampledRows(tokens, (best - log_total).where(is_finite, torch.nan), nothing.long(), nothing)
 
 
 def pick_as_asked(logits: torch.Tensor, greedy: SampledRows, choices: Choices) -> SampledRows:
@@ -107,20 +110,17 @@ def pick_as_asked(logits: torch.Tensor, greedy: SampledRows, choices: Choices) -
     log_total = logits.gather(-1, greedy.tokens[:, None])[:, 0] - greedy.logprobs
     values, alternatives = logits.topk(choices.alternatives)
     logprobs = logits.gather(-1, tokens[:, None])[:, 0] - log_total
-    return SampledRows(tokens, logprobs, greedy.is_finite, alternatives, values - log_total[:, None])
+    return SampledRows(tokens, logprobs, alternatives, values - log_total[:, None])
 
 
 def read_rows(rows: SampledRows, sequences: Rows[Sequence]) -> list[Sampled]:
     """Bring the rows to the host."""
-    tokens, logprobs, finite, top_tokens, top_logprobs = (part.tolist() for part in rows)
+    tokens, logprobs, top_tokens, top_logprobs = (part.tolist() for part in rows)
     return [
-        Sampled(
-            tokens[row],
-            logprobs[row],
-            dict(zip(top_tokens[row][:asked], top_logprobs[row][:asked], strict=True)),
-            finite[row],
+        Sampled(token, logprob, dict(zip(others[:asked], theirs[:asked], strict=True)) if asked else {})
+        for token, logprob, others, theirs, asked in zip(
+            tokens, logprobs, top_tokens, top_logprobs, (s.params.logprobs for s in sequences), strict=True
         )
-        for row, asked in enumerate(sequence.params.logprobs for sequence in sequences)
     ]
 
 

@@ -55,9 +55,10 @@ class Scheduler:
             length = min(sequence.num_pending, budget)
             if length == 0 or sequence.slot < 0 or sequence.ends_with_unread(self.limits.max_context):
                 continue
-            if not self._make_room(sequence, length, planned):
-                continue
-            seal_pairs += self.pages.reserve(sequence, length)
+            if self.pages.needs_pages(sequence, length):
+                if not self._make_room(sequence, length, planned):
+                    continue
+                seal_pairs += self.pages.reserve(sequence, length)
             planned.append((sequence, length))
             budget -= length
         return self._step(planned, seal_pairs) if planned else None
