@@ -35,7 +35,8 @@ class ServerError(NibbleError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """One response. text and token_ids: what is new in it. kv_format and kv_fallback_reason: only in the last one.
+    """One response. text and token_ids: what is new in it; the counts: so far. kv_format and kv_fallback_reason: only
+    in the last one.
 
     token_log_probs: on request, what serve/backend/token_report.py says of each new token.
     """
@@ -95,7 +96,10 @@ class TritonLLM:
 
     def _read(self, results: Iterator[grpcclient.InferResult]) -> Iterator[Chunk]:
         """Chunks of an answer's responses."""
-        return map(read_chunk, results)
+        chunk = None
+        for result in results:
+            chunk = read_chunk(result, chunk)
+            yield chunk
 
     def _results(self, events: queue.SimpleQueue[_Event]) -> Iterator[grpcclient.InferResult]:
         while True:
@@ -120,19 +124,26 @@ def request_inputs(prompt: Prompt, parameters: dict[str, Any]) -> list[grpcclien
     return [_input(name, value) for name, value in values.items()]
 
 
-def read_chunk(result: grpcclient.InferResult) -> Chunk:
-    """A response of the server. Raises ServerError when it is an answer that ended with an error."""
+def read_chunk(result: grpcclient.InferResult, before: Chunk | None = None) -> Chunk:
+    """A response of the server. before: the one before it, whose counts are carried on where this one has none.
+
+    Raises ServerError when it is an answer that ended with an error.
+    """
     text = partial(_text, result)
     if text("finish_reason") == "error":
         raise ServerError(f"the answer ended early: {text('error_message')}")
+    token_ids = tuple(_values(result, "token_ids"))
+    counts = [_values(result, name) for name in ("prompt_tokens", "generated_tokens", "cached_tokens")]
+    if before is not None and not any(counts):
+        counts = [[before.prompt_tokens], [before.generated_tokens + len(token_ids)], [before.cached_tokens]]
     return Chunk(
         text=text("text_output"),
-        token_ids=tuple(_values(result, "token_ids")),
+        token_ids=token_ids,
         log_probs=tuple(_values(result, "output_log_probs")),
         finish_reason=text("finish_reason") or None,
-        prompt_tokens=_values(result, "prompt_tokens")[0],
-        generated_tokens=_values(result, "generated_tokens")[0],
-        cached_tokens=_values(result, "cached_tokens")[0],
+        prompt_tokens=counts[0][0],
+        generated_tokens=counts[1][0],
+        cached_tokens=counts[2][0],
         kv_format=text("kv_format"),
         kv_fallback_reason=text("kv_fallback_reason"),
         token_log_probs=tuple(json.loads(text("token_log_probs") or "[]")),

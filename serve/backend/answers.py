@@ -20,6 +20,7 @@ from serve.backend.requests import Question
 from serve.tensors import OUTPUTS
 
 Describe = Callable[[TokenEvent], dict[str, Any]]
+COUNTS = ("prompt_tokens", "generated_tokens", "cached_tokens")
 NUMPY_TYPES = {"BYTES": np.object_, "INT32": np.int32, "FP32": np.float32}
 
 
@@ -87,7 +88,9 @@ class Answer:
 
     def _flush(self) -> None:
         is_final = self._pending[-1].finish_reason is not None
-        tensors = response_tensors(self._pending, has_log_probs=self._has_log_probs)
+        tensors = response_tensors(
+            self._pending, has_log_probs=self._has_log_probs, has_counts=is_final or not self._has_sent
+        )
         if self._describe is not None:
             report = [self._describe(event) for event in self._pending if event.token_id is not None]
             tensors["token_log_probs"] = as_tensor("token_log_probs", [json.dumps(report)])
@@ -98,18 +101,21 @@ class Answer:
         self._has_sent = True
 
 
-def response_tensors(events: list[TokenEvent], *, has_log_probs: bool) -> dict[str, np.ndarray]:
-    """One response for consecutive events of a request."""
+def response_tensors(events: list[TokenEvent], *, has_log_probs: bool, has_counts: bool) -> dict[str, np.ndarray]:
+    """One response for consecutive events of a request.
+
+    has_counts: with what a client knows by itself between the first response and the last. A tensor costs the thread
+    that sends, and with it the engine, a tenth of a response.
+    """
     last = events[-1]
     with_token = [event for event in events if event.token_id is not None]
     values: dict[str, list[object]] = {
-        "text_output": ["".join(event.text for event in events)],
+        "text_output": ["".join([event.text for event in events])],
         "token_ids": [event.token_id for event in with_token],
-        "finish_reason": [last.finish_reason or ""],
-        "prompt_tokens": [last.prompt_tokens],
-        "generated_tokens": [last.generated_tokens],
-        "cached_tokens": [last.cached_tokens],
     }
+    if has_counts:
+        values["finish_reason"] = [last.finish_reason or ""]
+        values |= {name: [getattr(last, name)] for name in COUNTS}
     if has_log_probs:
         values["output_log_probs"] = [np.nan if event.logprob is None else event.logprob for event in with_token]
     return {name: as_tensor(name, items) for name, items in values.items()}

@@ -79,6 +79,7 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        self._outbox.turn.take()
         try:
             while not self._is_stopping:
                 self._take_inbox()
@@ -95,10 +96,12 @@ class EngineLoop:
     def _take_inbox(self) -> None:
         """Submit what has arrived; sleep here while there is nothing to do."""
         try:
-            ask = self._inbox.get(timeout=IDLE_WAIT_S) if not self._engine.has_work else self._inbox.get_nowait()
-            while True:
+            if not self._engine.has_work:
+                with self._outbox.turn:
+                    ask = self._inbox.get(timeout=IDLE_WAIT_S)
                 self._take(ask)
-                ask = self._inbox.get_nowait()
+            while True:
+                self._take(self._inbox.get_nowait())
         except queue.Empty:
             pass
 
@@ -136,11 +139,13 @@ class EngineLoop:
             raise NibbleError(f"messages: the model's chat template refuses them: {error}") from error
 
     def _step(self) -> None:
-        for event in self._engine.step():
+        events = self._engine.step(self._outbox.turn)
+        if events:
+            self._outbox.take(events)
+        for event in events:
             ask = self._open[event.request_id]
             if ask.client_id != CANARY_ID:
                 self._metrics.observe(event, ask.times)
-            self._outbox.take(event)
             if event.finish_reason:
                 del self._open[event.request_id]
 
@@ -154,6 +159,7 @@ class EngineLoop:
 
     def _end(self, message: str) -> None:
         """Fail what is open, and wait until everything has been sent."""
+        self._outbox.turn.give()
         self._outbox.fail_open(message)
         self._outbox.close()
         self._open.clear()

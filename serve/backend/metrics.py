@@ -102,6 +102,8 @@ class EngineMetrics:
 
     def observe(self, event: TokenEvent, times: RequestTimes) -> None:
         """Record the times of a request at its first token and at its end."""
+        if times.first_token is not None and not event.finish_reason:
+            return
         now = time.monotonic()
         if times.first_token is None and event.token_id is not None:
             times.first_token = now

@@ -5,6 +5,7 @@ Runs in Triton's stub process. `execute` hands requests to the engine thread and
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -50,6 +51,8 @@ class ServedModel:
             parameters.get("certificate", "unchecked"),
             parameters.get("triton_model", MODEL_NAME),
         )
+        gc.collect()
+        gc.freeze()  # a full collection would stop all streams to look at a million objects that stay
         self._engine = engine
         self._loop = EngineLoop(engine, metrics, on_fault=_end_process)
         self._loop.start()

@@ -93,14 +93,14 @@ class TritonModels:
             if error is not None:
                 raise from_server(error.message())
             if result.get_response().outputs:
-                last = _read(result)
+                last = _read(result, last)
                 self.last_chunk_at = time.monotonic()
                 yield last
 
 
-def _read(result: Any) -> Chunk:
+def _read(result: Any, before: Chunk | None) -> Chunk:
     try:
-        return read_chunk(result)
+        return read_chunk(result, before)
     except ServerError as error:
         raise OpenAIError(500, str(error), kind="server_error", code="answer_ended_early") from error
     except NibbleError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, waiting: AbstractContextManager[object]) -> list[TokenEvent]:
         return [self._next(request_id) for request_id in list(self.requests)]
 
     def _next(self, request_id: str) -> TokenEvent:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
 from jinja2 import TemplateError
 
 from nibble.errors import NibbleError
 from nibble.runtime import SamplingParams, TokenEvent
 from nibble.runtime.request import FinishReason
-from serve.backend.answers import Answer
+from serve.backend.answers import COUNTS, Answer, as_tensor
 from serve.backend.loop import Ask, EngineLoop
 from serve.backend.metrics import EngineMetrics
 from serve.backend.outbox import Outbox
 from serve.backend.requests import Question
+from serve.client import read_chunk
 from tests.unit.serve_fakes import FakeChannel, FakeEngine, new_family_class
 
 END: dict[str, FinishReason | None] = {"a": None, "b": None, "c": FinishReason.LENGTH}
@@ -30,6 +32,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "never happened"
         time.sleep(0.002)
+
+
+def response(values: dict[str, list[Any]]) -> Any:
+    """A response as tritonclient gives it."""
+    arrays = {name: as_tensor(name, items) for name, items in values.items()}
+    return SimpleNamespace(as_numpy=arrays.get)
 
 
 class Server:
@@ -67,9 +75,12 @@ def test_stream_sends_every_token_once(server: Server) -> None:
     channel = server.ask(QUESTION)
     wait_for(lambda: channel.is_final)
     assert channel.text == "abca"
-    counts = [response["generated_tokens"][0] for response in channel.sent]
-    assert [len(response["token_ids"]) for response in channel.sent] == np.diff([0, *counts]).tolist()
-    assert [response["finish_reason"] for response in channel.sent] == [*[[b""]] * (len(counts) - 1), [b"length"]]
+    assert [token for response in channel.sent for token in response["token_ids"]] == [97, 98, 99, 97]
+    for response in channel.sent[1:-1]:  # what a client knows by itself is left out
+        assert response.keys() == {"text_output", "token_ids"}
+    first, last = channel.sent[0], channel.sent[-1]
+    assert (first["prompt_tokens"], first["generated_tokens"]) == ([3], [len(first["token_ids"])])
+    assert (last["prompt_tokens"], last["generated_tokens"], last["finish_reason"]) == ([3], [4], [b"length"])
     assert channel.sent[-1]["kv_format"] == [b"int4"]
     assert "output_log_probs" not in channel.sent[0]
 
@@ -80,9 +91,9 @@ def test_tokens_that_waited_for_the_sender_go_as_one_response() -> None:
         outbox.open(name, Answer(channel, QUESTION, CLOSING))
     for number, text in enumerate("abc", 1):
         for name in "xy":
-            outbox.take(TokenEvent(name, number, text, generated_tokens=number, finish_reason=END[text]))
-    outbox.take(TokenEvent("z", 1, "a", generated_tokens=1))
-    outbox.take(TokenEvent("z", None, "", finish_reason=FinishReason.ERROR, error="bad thing"))
+            outbox.take([TokenEvent(name, number, text, generated_tokens=number, finish_reason=END[text])])
+    end = TokenEvent("z", None, "", finish_reason=FinishReason.ERROR, error="bad thing")
+    outbox.take([TokenEvent("z", 1, "a", generated_tokens=1), end])
     outbox.start()  # all of it has come before
     outbox.close()
     for name in "xy":
@@ -104,12 +115,35 @@ def test_an_engine_that_never_lets_the_sender_rest_does_not_keep_tokens_back() -
                 outbox.fail(self, code, message)  # type: ignore[arg-type]
 
     outbox.open("x", Answer(channel, QUESTION, CLOSING))
-    outbox.take(TokenEvent("x", 1, "a", generated_tokens=1))
+    outbox.take([TokenEvent("x", 1, "a", generated_tokens=1)])
     Busy().fail("", "")
     outbox.start()
     wait_for(lambda: bool(channel.sent))
     outbox.close()
     assert channel.text == "a"
+
+
+def test_responses_leave_while_the_engine_waits_or_when_they_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.backend.outbox.MOST_WAIT_S", 3600.0)
+    outbox, channel = Outbox(lambda _: None, pytest.fail), FakeChannel()
+    outbox.open("x", Answer(channel, QUESTION, CLOSING))
+    outbox.turn.take()
+    outbox.start()
+    outbox.take([TokenEvent("x", 1, "a", generated_tokens=1)])
+    time.sleep(0.02)
+    assert not channel.sent
+    with outbox.turn:
+        wait_for(lambda: channel.text == "a")
+    monkeypatch.setattr("serve.backend.outbox.MOST_WAIT_S", 0.0)
+    outbox.take([TokenEvent("x", 2, "b", generated_tokens=2)])
+    wait_for(lambda: channel.text == "ab")
+    outbox.close()
+
+
+def test_a_client_adds_up_what_responses_leave_out() -> None:
+    first = read_chunk(response({"text_output": ["a"], "token_ids": [1], **{name: [7] for name in COUNTS}}))
+    middle = read_chunk(response({"text_output": ["bc"], "token_ids": [2, 3]}), first)
+    assert (middle.prompt_tokens, middle.generated_tokens, middle.cached_tokens) == (7, 9, 7)
 
 
 def test_without_stream_there_is_one_response(server: Server) -> None:
