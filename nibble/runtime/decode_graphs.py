@@ -79,11 +79,13 @@ class DecodeGraphs:
                 self.decoder.backend.seal_pages(layer, *pages)
             return
         main = torch.cuda.current_stream()
-        for lane, stream in enumerate(self._lanes):
+        for stream in self._lanes:
             stream.wait_stream(main)
+        for lane, stream in enumerate(self._lanes):
             with torch.cuda.stream(stream):
                 for layer in layers[lane::SEAL_LANES]:
                     self.decoder.backend.seal_pages(layer, *pages)
+        for stream in self._lanes:
             main.wait_stream(stream)
 
     @torch.inference_mode()
