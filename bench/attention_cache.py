@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -110,20 +111,42 @@ def measure(cache: RandomCache, split_pages: int | None = None) -> float:
 
 def graph_median_us(launch: Callable[[], None], replays: int = 15) -> float:
     """Microseconds of one replay of what `launch` launches."""
+    graph = _capture(launch)
+    return statistics.median([_replay_us(graph) for _ in range(replays)][2:])
+
+
+def graph_medians_in_turns_us(
+    ways: dict[str, Callable[[], None]], replays: int = 30, pause_s: float = 0.02
+) -> dict[str, float]:
+    """The same of several launches to be compared, by name: replayed in turns, since a card that warms up slows down.
+
+    Before each replay the card rests for `pause_s` seconds.
+    """
+    graphs = {name: _capture(launch) for name, launch in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(replays):
+        for name, graph in graphs.items():
+            time.sleep(pause_s)
+            times[name].append(_replay_us(graph))
+    return {name: statistics.median(us[2:]) for name, us in times.items()}
+
+
+def _capture(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
+    return graph
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def read_bandwidth() -> float:

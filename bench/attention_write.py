@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 
-from bench.attention_cache import RandomCache, decode_launches, graph_median_us
+from bench.attention_cache import RandomCache, decode_launches, graph_median_us, graph_medians_in_turns_us
 from nibble.formats import PAGE_TOKENS, KVFormat, SealedPageLayout
 from nibble.kernels.seal import append_tokens, seal_pages_on_gpu
 
@@ -48,5 +46,4 @@ def write_share(cache: RandomCache) -> dict[str, float]:
             decode()
 
     ways = {"attend": attend, "write_and_attend": write_and_attend}
-    turns = [(way, graph_median_us(ways[way]) / STEPS) for way in (*ways, *reversed(ways))]  # a warm card is slower
-    return {way: statistics.mean(us for turn, us in turns if turn == way) for way in ways}
+    return {way: us / STEPS for way, us in graph_medians_in_turns_us(ways).items()}
