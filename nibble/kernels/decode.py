@@ -17,6 +17,7 @@ from nibble.errors import NibbleError
 from nibble.formats import PAGE_TOKENS, KVFormat, ScaleKind, SealedPageLayout, TensorFormat
 from nibble.kernels import driver
 from nibble.kernels.instances import (
+    COMBINE_ROWS,
     MAX_BATCH,
     SCALE_KINDS,
     SHARED_BYTES,
@@ -193,7 +194,7 @@ def decode_attention_op(
     with torch.cuda.device(device):
         driver.launch(attend, driver.multiprocessors(device), plan.threads, plan.shared_bytes, params, overlaps=True)
         if params.max_splits > 1:
-            driver.launch(combine, batch * q_heads, head_dim, 0, params, overlaps=True)
+            driver.launch(combine, batch * q_heads, COMBINE_ROWS * head_dim // 8, 0, params, overlaps=True)
     return out, log_sum_exp
 
 

@@ -21,6 +21,7 @@ MAX_BATCH = 1024
 UNIT_TABLE = 128
 MAX_STAGES = 32
 MERGERS = 2  # warps that merge consumers' states
+COMBINE_ROWS = 2  # rows of threads that combine the splits of a head, a thread for eight channels
 SPILL_LIMIT = 112  # bytes; instances at their register limit spill a few values, see docs/kernels.md
 SCALE_KINDS = {ScaleKind.NONE: 0, ScaleKind.PAGE_CHANNEL: 1, ScaleKind.TOKEN: 2, ScaleKind.STATIC_CHANNEL: 3}
 # Shared memory of a multiprocessor; a block may have all of it but 1 KB.

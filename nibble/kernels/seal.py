@@ -99,7 +99,7 @@ def append_tokens_op(k: torch.Tensor, v: torch.Tensor, open_pool: torch.Tensor, 
     pieces = tokens * 2 * kv_heads * head_dim // 8
     function = driver.load_function(APPEND, "append_tokens", k.device.index or 0)
     with torch.cuda.device(k.device):
-        driver.launch(function, -(-pieces // THREADS), THREADS, 0, params)
+        driver.launch(function, -(-pieces // THREADS), THREADS, 0, params, overlaps=True)
 
 
 @append_tokens_op.register_fake
@@ -136,7 +136,8 @@ def seal_pages_op(
     shared_bytes = seal_shared_bytes(fmt, head_dim)
     function = driver.load_function(seal_source(fmt, head_dim), "seal_pages", device.index or 0, shared_bytes)
     with torch.cuda.device(device):
-        driver.launch(function, open_pages.shape[0], THREADS, shared_bytes, params, rows=kv_heads)
+        blocks = open_pages.shape[0]
+        driver.launch(function, blocks, THREADS, shared_bytes, params, overlaps=True, rows=kv_heads)
 
 
 @seal_pages_op.register_fake

@@ -140,26 +140,26 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with() -> None:
 
 
 WRITE_LATE = """
-struct Params { int* lengths; const int* from; int count; };
+struct Params { int* to; const int* from; int count; };
 extern "C" __global__ void write_late(const Params p) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
     for (long long begin = clock64(); clock64() - begin < 4000000;) {}
-    if (threadIdx.x < p.count) p.lengths[threadIdx.x] = p.from[threadIdx.x];
+    for (int i = threadIdx.x; i < p.count; i += blockDim.x) p.to[i] = p.from[i];
 }
 """
 
 
 class WriteLateParams(ctypes.Structure):
-    _fields_ = [("lengths", ctypes.c_void_p), ("source", ctypes.c_void_p), ("count", ctypes.c_int)]
+    _fields_ = [("to", ctypes.c_void_p), ("source", ctypes.c_void_p), ("count", ctypes.c_int)]
 
 
 @pytest.mark.parametrize("before", [(0, 0, 0), (4097, 3000, 1), (3000, 640, 4097), (2**31 - 1, -7, 2**20)])
-def test_lengths_may_be_written_by_the_kernel_before(
+def test_lengths_and_pages_may_be_written_by_the_kernel_before(
     before: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units are listed while that kernel still runs, from whatever is there; what it then writes is what counts."""
+    """While that kernel runs, units are listed and pages looked up from whatever is there; what it writes counts."""
     (tmp_path / "late.cu").write_text(WRITE_LATE)
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "SOURCE_DIR", tmp_path)
@@ -167,12 +167,14 @@ def test_lengths_may_be_written_by_the_kernel_before(
         write_late = driver.load_function(compiler.KernelSource("late.cu"), "write_late", 0)
     compiler._sources.cache_clear()
     batch = make_batch(DecodeCase(INT4, (3000, 4097, 640)))
-    expected, lengths = batch.decode(), batch.seq_lens.clone()
-    batch.seq_lens.copy_(torch.tensor(before, dtype=torch.int32))
+    expected = batch.decode()
+    written = torch.cat((batch.seq_lens, batch.block_table.flatten()))
+    late = torch.randint_like(written, -(2**31), 2**31 - 1)
+    late[:3] = torch.tensor(before, dtype=torch.int32)
     torch.cuda.synchronize()
-    parameters = WriteLateParams(batch.seq_lens.data_ptr(), lengths.data_ptr(), len(before))
+    parameters = WriteLateParams(late.data_ptr(), written.data_ptr(), len(written))
     driver.launch(write_late, 1, 32, 0, parameters, overlaps=True)
-    out, log_sum_exp = batch.decode()
+    out, log_sum_exp = replace(batch, seq_lens=late[:3], block_table=late[3:].view_as(batch.block_table)).decode()
     assert torch.equal(out, expected[0]) and torch.equal(log_sum_exp, expected[1])
 
 

@@ -87,6 +87,34 @@ def test_a_graph_appends_and_seals_as_eager_launches_do() -> None:
     assert torch.equal(batch.sealed_pool[pages.long()], expected[pages.long()])
 
 
+def test_a_step_reads_what_its_launches_write() -> None:
+    """Append, seal and decode are launched before the one ahead has ended: thirty steps give the bits of the first."""
+    lengths = tuple(PAGE_TOKENS * pages + 1 for pages in (64, 50, 4, 20)) * 4
+    batch = make_batch(DecodeCase(FORMATS["int4"], lengths, kv_heads=8))
+    expected, workspace = batch.decode(), batch.workspace()
+    table, rows = batch.block_table.long(), torch.arange(len(lengths), device="cuda")
+    newest = table[rows, torch.tensor(lengths, device="cuda") // PAGE_TOKENS]
+    made_far = [batch.case.policy.first_recent_page(length - 1) - 1 for length in lengths]
+    far = table[rows, torch.tensor(made_far, device="cuda")]
+    slots, index = (newest * PAGE_TOKENS).int(), far.int()
+    k, v = (torch.stack([pair[which][-1] for pair in batch.sequences]) for which in (0, 1))
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        batch.open_pool[:, :, :, 0].index_fill_(0, newest, torch.nan)
+        batch.sealed_pool.index_fill_(0, far, 77)
+        append_tokens(k, v, batch.open_pool, slots)
+        seal_pages_on_gpu(batch.open_pool, batch.sealed_pool, index, index, fmt=batch.case.fmt)
+        return batch.decode(workspace)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [step() for _ in range(30)]
+    graph.replay()
+    for out, log_sum_exp in results:
+        assert torch.equal(out, expected[0]) and torch.equal(log_sum_exp, expected[1])
+
+
 def test_operator_registration() -> None:
     batch = make_batch(DecodeCase(FORMATS["int4"], (640,)))
     index = torch.tensor(full_pages(batch), dtype=torch.int32, device="cuda")

@@ -22,14 +22,16 @@ extern "C" __global__ void __launch_bounds__(256) append_tokens(const AppendPara
     const int pieces = p.kv_heads * p.head_dim / 8;  // of K, and of V, of a token
     const long long index = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x;
     const int token = index / (2 * pieces);
+    start_next_kernel();
+    wait_for_previous_kernel();
     if (token >= p.tokens) return;
     const int slot = p.slots[token];
-    if (slot < 0) return;
     const int piece = index - static_cast<long long>(token) * 2 * pieces;
     const bool is_value = piece >= pieces;
     const int element = (is_value ? piece - pieces : piece) * 8;
     const u16* from = is_value ? p.v + token * p.v_stride : p.k + token * p.k_stride;
-    uint4 x = *reinterpret_cast<const uint4*>(from + element);
+    uint4 x = *reinterpret_cast<const uint4*>(from + element);  // beside the slot, so of a padded token, too
+    if (slot < 0) return;
     x = make_uint4(to_halves(x.x, p.is_bfloat), to_halves(x.y, p.is_bfloat), to_halves(x.z, p.is_bfloat),
                    to_halves(x.w, p.is_bfloat));
     const int head = element / p.head_dim, channel = element - head * p.head_dim;

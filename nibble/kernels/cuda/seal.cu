@@ -342,6 +342,8 @@ DEVICE void seal_page(const SealParams& p, const u8* k, const u8* v, u8* sealed,
 
 extern "C" __global__ void __launch_bounds__(kThreads, kHeadDim <= 128 ? 6 : 3) seal_pages(const SealParams p) {
     extern __shared__ __align__(16) u32 memory[];
+    start_next_kernel();
+    wait_for_previous_kernel();
     const int open_page = p.open_pages[blockIdx.x], sealed_page = p.sealed_pages[blockIdx.x], head = blockIdx.y;
     if (open_page < 0 || sealed_page < 0) return;
     constexpr int kHeadBytes = kPageTokens * kHalfRowBytes;
