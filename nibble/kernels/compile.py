@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     jobs = [
         (source, architecture, registers)
         for architecture in options.arch or ARCHITECTURES
-        for source, registers in all_sources()
+        for source, registers in all_sources(architecture)
         if options.head_dim in (None, dict(source.defines).get("HEAD_DIM"))
     ]
     try:

@@ -57,31 +57,41 @@ class DecodeInstance:
     @property
     def max_warps(self) -> int:
         """Warps of a block that share the register file, in fours."""
-        return 16 if self.head_dim <= 128 else 12
+        return 16 if self.head_dim <= 128 and self.head_tiles == 1 else 12
 
     @property
     def max_consumers(self) -> int:
-        """What the producer, the query warp and the mergers leave; a consumer has a warp for every head tile."""
-        return (self.max_warps - 2 - MERGERS) // self.head_tiles
+        """The warps that the producer, the query warp and the mergers leave."""
+        return self.max_warps - 2 - MERGERS
+
+    def consumers_on(self, architecture: str) -> int:
+        """Fewer where helpers cannot give them registers, as cuda/config.cuh has it."""
+        can_shift = architecture in ("sm_90a", "sm_100a")
+        return self.max_consumers if can_shift or self.head_tiles == 1 or self.head_dim <= 96 else 4
 
     @property
     def half_item_tokens(self) -> int:
         """Tokens of a work item of an fp16 page, as cuda/config.cuh has it: no larger than an item of a sealed page."""
         return 8 if self.head_dim > 192 and not self.fmt.is_fp16 else 16
 
-    @property
-    def max_registers(self) -> int:
-        return {12: 168, 16: 128}[self.max_warps]
+    def registers_on(self, architecture: str) -> int:
+        """What a thread may use at launch."""
+        return min(255, 65536 // (32 * (self.consumers_on(architecture) + 2 + MERGERS)) // 8 * 8)
 
     @property
     def fixed_shared_bytes(self) -> int:
         """`struct Shared` of cuda/shared.cuh, checked there."""
         chunks = (self.head_dim // 16 + 1) // 2
-        sets = 3 if self.k.scale is ScaleKind.STATIC_CHANNEL else 1
+        sets = 4 - self.head_tiles if self.k.scale is ScaleKind.STATIC_CHANNEL else 1
         query = sets * self.head_tiles * chunks * 512 + self.head_tiles * 128
         barriers = 8 * (2 * MAX_STAGES + 8)  # and the count of listed units
-        states = (self.max_consumers + 1) * self.head_tiles * 128 + 4 * MAX_STAGES
+        states = (2 * self.max_consumers + 1) * self.head_tiles * 32 + 4 * MAX_STAGES
         return UNIT_TABLE * 32 + barriers + MAX_STAGES * 16 + 2 * query + states
+
+    @property
+    def merge_bytes(self) -> int:
+        """What a consumer leaves to be merged: a head's numbers and 16 bytes, in fp32, for sixteen heads in fp16."""
+        return 8 * (4 * self.head_dim + 16) if self.head_tiles == 1 else 16 * (2 * self.head_dim + 16)
 
     @property
     def source(self) -> KernelSource:
@@ -119,12 +129,12 @@ def plan_decode(instance: DecodeInstance, architecture: str) -> DecodePlan:
     """
     limit = SHARED_BYTES[architecture] - 1024
     stage_bytes = _stage_bytes(instance)
-    for consumers in range(instance.max_consumers, 0, -1):
-        before = _round_up(instance.fixed_shared_bytes) + consumers * instance.head_tiles * 32 * (instance.head_dim + 4)
+    for consumers in range(instance.consumers_on(architecture), 0, -1):
+        before = _round_up(instance.fixed_shared_bytes) + consumers * instance.merge_bytes
         before = _round_up(before + 4 * (MAX_BATCH + 1))
         stages = min(MAX_STAGES, (limit - before) // stage_bytes)
         if 3 * stages >= 4 * consumers:
-            threads = 32 * (consumers * instance.head_tiles + 2 + MERGERS)
+            threads = 32 * (consumers + 2 + MERGERS)
             return DecodePlan(consumers, stages, stage_bytes, before + stages * stage_bytes, threads)
     raise NibbleError(
         f"decode kernel at head size {instance.head_dim}: does not fit the shared memory of {architecture}"
@@ -161,9 +171,9 @@ def seal_shared_bytes(fmt: KVFormat, head_dim: int) -> int:
     return 2 * 64 * 2 * head_dim + layout.page_bytes - layout.v_codes.stop
 
 
-def all_sources() -> list[tuple[KernelSource, int]]:
+def all_sources(architecture: str) -> list[tuple[KernelSource, int]]:
     """Every kernel of this package with the registers that its threads may use."""
-    decode = [(instance.source, instance.max_registers) for instance in all_decode_instances()]
+    decode = [(instance.source, instance.registers_on(architecture)) for instance in all_decode_instances()]
     seal = [(seal_source(fmt, head_dim), 255) for fmt in FORMATS.values() for head_dim in KERNEL_HEAD_DIMS]
     combine = [(combine_source(head_dim), 255) for head_dim in KERNEL_HEAD_DIMS]
     return [*decode, *combine, *seal, (KernelSource("append.cu"), 255), (KernelSource("read.cu"), 255)]

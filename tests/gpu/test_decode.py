@@ -24,20 +24,25 @@ INT4 = FORMATS["int4"]
 STORED = [*FORMATS.values(), INT8_PAGE]
 EDGES = (0, 1, 63, 64, 65, 128, 129, 192, 193, 1000, 3000, 4097)
 SHORT = (1, 65, 700, 2500)
-# A warp for every page, and a pair of warps.
-one_warp_and_pair = pytest.mark.parametrize("group", [8, 12])
+# Heads are the columns of products, or the rows.
+columns_and_rows = pytest.mark.parametrize("group", [8, 12])
 
 
 def check(batch: PagedBatch, tolerance: float = 1e-3, workspace: DecodeWorkspace | None = None) -> None:
+    """Against the oracle. Groups past 8 round 4-bit keys' scaled queries: hard keys, whose logits reach hundreds, show it."""
+    case = batch.case
+    sum_tolerance = 2e-3
+    if case.hard_keys and case.group > 8 and case.fmt.k.bits == 4:
+        tolerance, sum_tolerance = 4 * tolerance, 5e-2
     out, log_sum_exp = batch.decode(workspace)
-    for row, length in enumerate(batch.case.lengths):
+    for row, length in enumerate(case.lengths):
         if length == 0:
             assert (out[row] == 0).all() and (log_sum_exp[row] == -torch.inf).all()
             continue
         expected = batch.expected(row)
         error = (out[row].double() - expected.out[0]).norm() / expected.out[0].norm()
         assert error < tolerance, f"row {row}, {length} tokens: relative error {error:.2e}"
-        torch.testing.assert_close(log_sum_exp[row].double(), expected.log_sum_exp[0], rtol=1e-6, atol=2e-3)
+        torch.testing.assert_close(log_sum_exp[row].double(), expected.log_sum_exp[0], rtol=1e-6, atol=sum_tolerance)
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +52,14 @@ def poisoned_memory() -> None:
     del blocks
 
 
-@one_warp_and_pair
+@columns_and_rows
 @pytest.mark.parametrize("fmt", STORED, ids=lambda f: f.name)
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
 def test_formats_and_head_sizes(fmt: KVFormat, head_dim: int, group: int) -> None:
     check(make_batch(DecodeCase(fmt, SHORT, head_dim=head_dim, group=group)))
 
 
-@one_warp_and_pair
+@columns_and_rows
 @pytest.mark.parametrize("fmt", STORED, ids=lambda f: f.name)
 @pytest.mark.parametrize("hard_keys", [False, True])
 def test_lengths_at_page_edges(fmt: KVFormat, hard_keys: bool, group: int) -> None:
@@ -67,19 +72,19 @@ def test_groups(group: int, head_dim: int) -> None:
     check(make_batch(DecodeCase(INT4, SHORT, group=group, head_dim=head_dim)))
 
 
-@one_warp_and_pair
+@columns_and_rows
 @pytest.mark.parametrize("policy", [PagePolicy(0, 0), PagePolicy(2, 0), PagePolicy(3, 4)])
 def test_policies(policy: PagePolicy, group: int) -> None:
     check(make_batch(DecodeCase(INT4, EDGES, policy=policy, group=group)))
 
 
-@one_warp_and_pair
+@columns_and_rows
 @pytest.mark.parametrize("window", [1, 64, 100, 1000])
 def test_sliding_windows(window: int, group: int) -> None:
     check(make_batch(DecodeCase(INT4, EDGES, sliding_window=window, group=group)))
 
 
-@one_warp_and_pair
+@columns_and_rows
 def test_bf16_queries(group: int) -> None:
     check(make_batch(DecodeCase(INT4, SHORT, dtype=torch.bfloat16, group=group)), tolerance=4e-3)
 
@@ -89,20 +94,20 @@ def test_long_sequences(length: int) -> None:
     check(make_batch(DecodeCase(INT4, (length, 77), kv_heads=1)))
 
 
-@one_warp_and_pair
+@columns_and_rows
 @pytest.mark.parametrize("split_pages", [None, 1, 4, 16, 64])
 def test_split_sizes(split_pages: int | None, group: int) -> None:
     batch = make_batch(DecodeCase(INT4, EDGES, group=group))
     check(batch, workspace=workspace_of(batch, split_pages))
 
 
-@one_warp_and_pair
+@columns_and_rows
 def test_more_units_than_a_block_lists_at_once(group: int) -> None:
     batch = make_batch(DecodeCase(INT4, (20000,) * 9, kv_heads=8, group=group))
     check(batch, workspace=workspace_of(batch, 1))
 
 
-@one_warp_and_pair
+@columns_and_rows
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
 def test_a_row_does_not_depend_on_its_batch(fmt: KVFormat, group: int) -> None:
     """Alone, among others and at other places of a batch of 64: the same bits."""
@@ -116,7 +121,7 @@ def test_a_row_does_not_depend_on_its_batch(fmt: KVFormat, group: int) -> None:
         assert torch.equal(out[first : first + 8], out[:8])
 
 
-@one_warp_and_pair
+@columns_and_rows
 def test_repeated_launches_give_the_same_bits(group: int) -> None:
     """An error that moves is a race."""
     batch = make_batch(DecodeCase(INT4, (3000, 1, 4097, 640) * 8, kv_heads=8, group=group))

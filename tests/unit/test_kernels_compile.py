@@ -45,7 +45,7 @@ def test_the_default_format_compiles_for_every_architecture(architecture: str) -
     """The rest: test_kernels_compile_all.py."""
     instance = DecodeInstance.for_shape(FORMATS["int4"], 128, group=8)
     cubin = compile_kernel(instance.source, architecture)
-    assert cubin.registers <= instance.max_registers and cubin.spill_bytes <= SPILL_LIMIT
+    assert cubin.registers <= instance.registers_on(architecture) and cubin.spill_bytes <= SPILL_LIMIT
     for source in (combine_source(128), seal_source(FORMATS["int4"], 128), KernelSource("append.cu")):
         assert compile_kernel(source, architecture).spill_bytes == 0
 
@@ -55,15 +55,10 @@ def test_the_default_format_compiles_for_every_architecture(architecture: str) -
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_launch_fits_the_multiprocessor(instance: DecodeInstance, architecture: str) -> None:
-    static_int8 = instance.k == TensorFormat(8, ScaleKind.STATIC_CHANNEL)
-    if instance.head_dim == 256 and instance.head_tiles == 2 and static_int8 and SHARED_BYTES[architecture] < 110_000:
-        with pytest.raises(NibbleError, match="does not fit the shared memory"):
-            plan_decode(instance, architecture)
-        return
     plan = plan_decode(instance, architecture)
     assert plan.shared_bytes <= SHARED_BYTES[architecture] - 1024
-    assert 1 <= plan.consumers <= instance.max_consumers and plan.stages > plan.consumers
-    assert plan.threads == 32 * (plan.consumers * instance.head_tiles + 2 + MERGERS) <= 32 * instance.max_warps
+    assert 1 <= plan.consumers <= instance.consumers_on(architecture) and plan.stages > plan.consumers
+    assert plan.threads == 32 * (plan.consumers + 2 + MERGERS) <= 32 * instance.max_warps
     assert seal_shared_bytes(instance.fmt, instance.head_dim) + 8192 <= SHARED_BYTES[architecture]
 
 
@@ -97,13 +92,13 @@ def test_a_compile_error_carries_the_log() -> None:
 
 
 def test_the_stage_reports_a_kernel_that_uses_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_stage, "all_sources", lambda: [(KernelSource("append.cu"), 1)])
+    monkeypatch.setattr(compile_stage, "all_sources", lambda _: [(KernelSource("append.cu"), 1)])
     assert compile_stage.main(["--arch", "sm_90a", "--check", "--jobs", "1"]) == 1
     assert compile_stage.main(["--arch", "sm_90a", "--jobs", "1"]) == 0
 
 
 def test_all_sources_are_different() -> None:
-    titles = [source.title for source, _ in all_sources()]
+    titles = [source.title for source, _ in all_sources("sm_90a")]
     assert len(titles) == len(set(titles))
 
 

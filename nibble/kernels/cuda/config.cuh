@@ -7,13 +7,28 @@ constexpr int kKBits = K_BITS;              // 4, 8 or 16
 constexpr int kVBits = V_BITS;
 constexpr int kHeadTiles = HEAD_TILES;      // query heads of a group in units of 8: 1 or 2
 constexpr int kTokenTiles = TOKEN_TILES;    // tokens of a work item of a sealed page in units of 16: 2 or 4
-constexpr int kMaxConsumers = MAX_CONSUMERS;  // consumers at most: a warp for each head tile
+constexpr int kMaxConsumers = MAX_CONSUMERS;  // consumer warps at most
 constexpr int kMergers = MERGERS;             // warps that merge consumers' states
-constexpr int kHelpers = 2 + kMergers;        // the producer, the query warp and the mergers
+constexpr int kHelpers = 2 + kMergers;        // the producer, the query warp and the mergers: a warpgroup
+
+// Sixteen heads of many channels need more registers than each thread's share: the helpers give theirs.
+// Other architectures than sm_90 and sm_100 cannot, and have fewer consumers.
+constexpr bool kWantsRegisters = kHeadTiles == 2 && HEAD_DIM > 96;
+constexpr bool kShiftsRegisters = kWantsRegisters && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200;
+constexpr int kBlockConsumers = kWantsRegisters && !kShiftsRegisters ? 4 : MAX_CONSUMERS;
+constexpr int kHelperRegisters = 72, kConsumerRegisters = 216;
 
 enum ScaleKind : int { kNone = 0, kPageChannel = 1, kToken = 2, kStaticChannel = 3 };
 constexpr int kKScale = K_SCALE;
 constexpr int kVScale = V_SCALE;  // kToken or kStaticChannel
+
+// A query times a scale of K does not fit fp16. With kSplit, what its rounding lost is multiplied with the codes as well. Sixteen
+// heads have no time for that: what was lost is multiplied with the middle of the codes' range, once a page.
+constexpr bool kScaledByPage = kKScale == kPageChannel;
+constexpr bool kScalesQueries = kScaledByPage || kKScale == kStaticChannel;
+constexpr bool kSplit = kScalesQueries && kHeadTiles == 1;
+constexpr bool kAddsMiddle = kScalesQueries && !kSplit;
+constexpr float kMiddleCode = ((1 << kKBits) - 1) * 0.5f;
 
 constexpr int kPageTokens = 64;
 constexpr bool kCoded = kKBits < 16;
@@ -29,7 +44,12 @@ constexpr int kKItemBytes = kItemTokens * kHeadDim * kKBits / 8;
 constexpr int kVItemBytes = kItemTokens * kHeadDim * kVBits / 8;
 constexpr int kKPageBytes = kItemsPerPage * kKItemBytes;
 constexpr int kVPageBytes = kItemsPerPage * kVItemBytes;
-constexpr int kMergeStride = kHeadDim + 4;             // floats of a head in the merge buffer
+// Consumers' results that are to be merged: in fp16 where there are sixteen heads, which take much of shared memory.
+constexpr bool kMergesHalves = kHeadTiles == 2;
+template <bool kHalves> struct MergeNumberOf { using Type = float; };
+template <> struct MergeNumberOf<true> { using Type = u16; };
+using MergeNumber = MergeNumberOf<kMergesHalves>::Type;
+constexpr int kMergeStride = kHeadDim + 16 / sizeof(MergeNumber);  // numbers of a head
 constexpr int kUnitTable = 128;                        // units of work listed at a time
 
 DEVICE constexpr int parameter_bytes(int kind) {

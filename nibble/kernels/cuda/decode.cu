@@ -1,54 +1,41 @@
 // Decode attention over a paged cache of fp16 and sealed pages, one launch for a whole batch.
 //
-// A persistent block: consumers that attend over an item each (a sealed page or a part of one, or 16 or 8 tokens of an fp16
-// page; a warp for every eight query heads), a producer warp that keeps a ring of items in flight with bulk copies, a query
+// A persistent block: consumer warps that attend over an item each (a sealed page or a part of one, or 16 or 8 tokens of an
+// fp16 page) for all query heads of a group, a producer warp that keeps a ring of items in flight with bulk copies, a query
 // warp that prepares the operands of the next unit, and merger warps that make one result of the last. Units are what
 // blocks deal in: a split of one sequence and KV head (schedule.cuh). Nobody waits for a whole block inside a list of units.
 #include "attend.cuh"
 #include "merge.cuh"
 #include "producer.cuh"
 
-// The place of a consumer in a unit that begins with item `first`: items place, place + consumers, ... of the unit are its
-// own.
-DEVICE int slot_of(const DecodeParams& p, u32 first, int consumer) {
-    const int first_consumer = first % p.consumers;
-    return consumer - first_consumer + (consumer < first_consumer ? p.consumers : 0);
-}
-
 // A full barrier tells one filling of its stage from the next by parity alone, and fillings may land out of order: only
 // once the producer has opened the stage for this item is the parity unambiguous.
 DEVICE void wait_for_item(Shared* s, const RingPlace& place) {
-    while (observe(shared_address(&s->opened[place.stage()])) != place.item) {
+    const u32 opened = shared_address(&s->opened[place.stage()]), full = shared_address(&s->full[place.stage()]);
+    while (observe(opened) != place.item || !barrier_poll(full, place.phase())) {
     }
-    __syncwarp();
-    barrier_wait(shared_address(&s->full[place.stage()]), place.phase());
     __syncwarp();
 }
 
-// Unit number n since the kernel began; `items` counts what all consumers have behind them.
-DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int warp, int lane, u32& items) {
+// Unit number n since the kernel began. A consumer's items are every p.consumers-th since then, `mine` its next; `items`
+// counts what all consumers have behind them.
+DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int lane, RingPlace& mine, u32& items) {
     Shared* s = c.fixed;
     const Unit& unit = s->units[n % kUnitTable];
-    const int consumer = warp / kHeadTiles, head_tile = warp % kHeadTiles;
     RunningState state;
     state.reset();
-    const int slot = slot_of(p, items, consumer);
-    barrier_wait(shared_address(&s->query_full[n & 1]), n >> 1 & 1);
-    RingPlace mine = RingPlace::at(items + slot, p.stages);
+    const int slot = mine.item - items;
     items += unit.num_items;
+    barrier_wait(shared_address(&s->query_full[n & 1]), n >> 1 & 1);
     while (static_cast<int>(items - mine.item) > 0) {
         wait_for_item(s, mine);
         const ItemHeader& header = s->headers[mine.stage()];
-        const ItemContext context{p, unit.kv_head, s, n & 1, head_tile, lane};
+        const ItemContext context{p, unit.kv_head, s, n & 1, lane};
         const u32 stage = c.stages + mine.stage() * p.stage_bytes;
-        if constexpr (kCoded) {
-            if (header.is_half)
-                attend_half(context, header, stage, state);
-            else
-                attend_coded(context, header, stage, state);
-        } else {
+        if (header.is_half || !kCoded)
             attend_half(context, header, stage, state);
-        }
+        else if constexpr (kCoded)
+            attend_coded(context, header, stage, state);
         __syncwarp();
         arrive_for_warp(shared_address(&s->empty[mine.stage()]), lane);
         mine.advance(p.consumers, p.stages);
@@ -57,27 +44,23 @@ DEVICE void consume(const DecodeParams& p, const Carved& c, int n, int warp, int
     arrive_for_warp(shared_address(&s->query_empty[n & 1]), lane);
     convert(p, unit.kv_head, state, false, lane);
     barrier_wait(shared_address(&s->merge_empty), n & 1 ^ 1);
-    items -= unit.num_items;
-    const int final_slot = slot_of(p, items, consumer);
-    if (final_slot < unit.num_items) store_state(c, final_slot, head_tile, lane, state);
+    if (slot < unit.num_items) store_state(c, slot, lane, state);
     __syncwarp();
     arrive_for_warp(shared_address(&s->merge_full), lane);
-    items += unit.num_items;
 }
 
 // The warps share the work: the lanes of one would take turns.
 DEVICE void initialise(const DecodeParams& p, Shared* s, int warp, int warps) {
-    const int consumer_warps = p.consumers * kHeadTiles;
     for (int i = warp; i < p.stages; i += warps) {
         barrier_init(shared_address(&s->full[i]), kFillArrivals);
-        barrier_init(shared_address(&s->empty[i]), kHeadTiles * kWarpArrivals);
+        barrier_init(shared_address(&s->empty[i]), kWarpArrivals);
         s->opened[i] = ~0u;
     }
     if (warp < kQueryBuffers) {
         barrier_init(shared_address(&s->query_full[warp]), kWarpArrivals);
-        barrier_init(shared_address(&s->query_empty[warp]), consumer_warps * kWarpArrivals);
+        barrier_init(shared_address(&s->query_empty[warp]), p.consumers * kWarpArrivals);
     } else if (warp == kQueryBuffers) {
-        barrier_init(shared_address(&s->merge_full), consumer_warps * kWarpArrivals);
+        barrier_init(shared_address(&s->merge_full), p.consumers * kWarpArrivals);
         barrier_init(shared_address(&s->merge_empty), kMergers * kWarpArrivals);
         barrier_init(shared_address(&s->listed), kWarpArrivals == 32 ? 32 * kHelpers : 1);
     }
@@ -90,21 +73,21 @@ DEVICE bool is_last_unit(const DecodeParams& p, const Carved& c, int n) {
 }
 
 // After the block's last unit consumers have nothing to go on with and merge themselves, all of them.
-DEVICE void run_consumer(const DecodeParams& p, const Carved& c, int warp, int lane) {
+DEVICE void run_consumer(const DecodeParams& p, const Carved& c, int consumer, int lane) {
     Shared* s = c.fixed;
+    RingPlace mine = RingPlace::at(consumer, p.stages);
     u32 items = 0;
     int n = 0;
     for (int list = 0;; ++list) {
         barrier_wait(shared_address(&s->listed), list & 1);
         const int end = s->listed_end;
         if (n == end) return;
-        for (; n < end; ++n) consume(p, c, n, warp, lane, items);
+        for (; n < end; ++n) consume(p, c, n, lane, mine, items);
         if (is_last_unit(p, c, n - 1)) break;
         __syncthreads();
     }
-    const int warps = p.consumers * kHeadTiles;
-    wait_for_warps(warps);
-    finish_unit(p, c, s->units[(n - 1) % kUnitTable], {warp, warps, lane});
+    wait_for_warps(p.consumers);
+    finish_unit(p, c, s->units[(n - 1) % kUnitTable], {consumer, p.consumers, lane});
 }
 
 // Whether a length that this thread looks after, or that of its unit, is another than when `count` units were listed.
@@ -170,14 +153,19 @@ DEVICE void run_helper(const DecodeParams& p, const Carved& c, int warp, int lan
     }
 }
 
-extern "C" __global__ void __launch_bounds__((kMaxConsumers * kHeadTiles + kHelpers) * 32, 1)
+extern "C" __global__ void __launch_bounds__((kBlockConsumers + kHelpers) * 32, 1)
     decode_attention(const DecodeParams p) {
     const Carved c = carve(p);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, consumer_warps = p.consumers * kHeadTiles;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     if (lane == 0) initialise(p, c.fixed, warp, blockDim.x / 32);
     __syncthreads();
-    if (warp < consumer_warps)
-        run_consumer(p, c, warp, lane);
-    else
-        run_helper(p, c, warp - consumer_warps, lane);
+    // Consumers come first: schedulers favour older warps. Where registers are shifted helpers do, so that they are a warpgroup.
+    const int first_helper = kShiftsRegisters ? 0 : p.consumers, first_consumer = kShiftsRegisters ? kHelpers : 0;
+    if (warp >= first_helper && warp < first_helper + kHelpers) {
+        if (kShiftsRegisters) lower_register_limit<kHelperRegisters>();
+        run_helper(p, c, warp - first_helper, lane);
+    } else {
+        if (kShiftsRegisters) raise_register_limit<kConsumerRegisters>();
+        run_consumer(p, c, warp - first_consumer, lane);
+    }
 }

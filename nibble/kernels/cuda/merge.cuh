@@ -2,25 +2,42 @@
 // states, a head each in turn, the final one when the sequence has a single split. After a block's last unit the consumers
 // are the mergers.
 //
-// A consumer's state goes to a slot that follows from the unit's items alone, and every sum runs over the slots in a
-// fixed order, so a result does not depend on what else the block has done, nor on who merges.
+// A consumer's result, normalised, goes to a slot that follows from the unit's items
+// alone, and every sum runs over the slots in a fixed order, so what comes out does not depend on what else the block has done,
+// nor on who merges.
 #pragma once
 #include "result.cuh"
 #include "state.cuh"
 
-DEVICE void store_state(const Carved& c, int slot, int head_tile, int lane, const RunningState& s) {
+DEVICE void store_state(const Carved& c, int slot, int lane, const RunningState& s) {
     const int g = lane / 4, j = lane & 3;
+    float by[2], plus[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int head = head_tile * 8 + 2 * j + h;
-        float* row = c.merge_out + (slot * kHeadSlots + head) * kMergeStride;
+        const float sum = s.sums.probabilities(h, lane), zero = s.sums.numbers(h, lane);
+        by[h] = sum > 0 ? 1.0f / sum : 0.0f;
+        plus[h] = zero * by[h];
+        if (first_row(lane) == 0) c.fixed->merge_states[slot][head_of(lane, h)] = make_float2(s.largest[h], sum);
+    }
+    MergeNumber* const rows = c.merge_out + slot * kHeadSlots * kMergeStride;
 #pragma unroll
-        for (int tile = 0; tile < kChannelTiles; ++tile) {
-            row[tile * 16 + g] = s.out[tile][h];
-            row[tile * 16 + g + 8] = s.out[tile][2 + h];
+    for (int tile = 0; tile < kChannelTiles; ++tile) {
+        Product x = s.out[tile];
+#pragma unroll
+        for (int i = 0; i < 4 * kLaneRows; ++i) {
+            const int half = i & 1, h = i >> 1 & 1, row = i / 4;
+            float& value = x.at(half, h, row);
+            value = value * by[h] + plus[h];
+            if (!kMergesHalves) rows[head_of(lane, h) * kMergeStride + 16 * tile + 8 * half + g] = value;
         }
-        const float sum = sum_over_rows(s.sum[h]), zero = sum_over_rows(s.zero[h]);
-        if (g == 0) c.fixed->merge_states[slot][head] = make_float4(s.largest[h], sum, zero, 0);
+        if (!kMergesHalves) continue;
+        HeadOperand pairs;
+        to_operand(pairs, x);
+#pragma unroll
+        for (int i = 0; i < 2 * kHeadTiles; ++i) {
+            const int head = 8 * (i % kHeadTiles) + g, channel = 16 * tile + 8 * (i / kHeadTiles) + 2 * j;
+            *reinterpret_cast<u32*>(rows + head * kMergeStride + channel) = pairs[i];
+        }
     }
 }
 
@@ -42,34 +59,36 @@ struct Merger {
     int lane;
 };
 
-// Weights of the slots and the common factor of each of a merger's heads; half a warp takes a head, a lane a slot.
+// Weights of the slots of each of a merger's heads; half a warp takes a head, a lane a slot.
 DEVICE void weigh_slots(const Carved& c, int slots, const Merger& merger) {
     const int slot = merger.lane & 15;
     for (int first = merger.number; first < kHeadSlots; first += 2 * merger.count) {
         const int head = first + merger.lane / 16 * merger.count;
         const bool is_there = slot < slots && head < kHeadSlots;
-        float4 state = make_float4(kLowest, 0, 0, 0);
-        if (is_there) state = c.fixed->merge_states[slot][head];
+        const float2 state = is_there ? c.fixed->merge_states[slot][head] : make_float2(kLowest, 0);
         const float largest = max_of_16(state.x);
-        const float weight = exp2_fast(state.x - largest);
-        const float sum = sum_of_16(__fmul_rn(state.y, weight)), zero = sum_of_16(__fmul_rn(state.z, weight));
-        if (is_there) c.fixed->merge_states[slot][head].w = weight;
-        const float by = sum > 0 ? 1.0f / sum : 0.0f;
+        const float mass = __fmul_rn(state.y, exp2_fast(state.x - largest)), sum = sum_of_16(mass);
+        if (is_there) c.fixed->merge_states[slot][head].x = sum > 0 ? mass / sum : 0.0f;
         const float lse = sum > 0 ? largest + log2_fast(sum) : -__int_as_float(0x7f800000);
-        if (slot == 0 && head < kHeadSlots) c.fixed->merge_heads[head] = make_float4(by, zero * by, lse, 0);
+        if (slot == 0 && head < kHeadSlots) c.fixed->merge_lse[head] = lse;
     }
     __syncwarp();
+}
+
+DEVICE float4 load_quad(const float* from) { return *reinterpret_cast<const float4*>(from); }
+DEVICE float4 load_quad(const u16* from) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    return make_float4(half_low(x.x), half_high(x.x), half_low(x.y), half_high(x.y));
 }
 
 DEVICE Merged merge_slots(const Carved& c, int slots, int head, int quad) {
     float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll 4
     for (int slot = 0; slot < slots; ++slot) {
-        const float* row = c.merge_out + (slot * kHeadSlots + head) * kMergeStride + quad * 4;
-        total = scaled_plus(*reinterpret_cast<const float4*>(row), c.fixed->merge_states[slot][head].w, total);
+        const float4 value = load_quad(c.merge_out + (slot * kHeadSlots + head) * kMergeStride + quad * 4);
+        total = scaled_plus(value, c.fixed->merge_states[slot][head].x, total);
     }
-    const float4 f = c.fixed->merge_heads[head];
-    return {scaled_plus(total, f.x, make_float4(f.y, f.y, f.y, f.y)), f.z};
+    return {total, c.fixed->merge_lse[head]};
 }
 
 DEVICE void finish_unit(const DecodeParams& p, const Carved& c, const Unit& unit, const Merger& merger) {

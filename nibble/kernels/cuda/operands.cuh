@@ -10,8 +10,6 @@
 
 constexpr float kCodeUnit = 16777216.0f;  // 2^24: from c 2^-24 to c
 
-template <int kBits>
-DEVICE constexpr float upper_row_unit() { return kBits == 4 ? 1.0f / 16 : 1.0f; }
 
 // The codes of `kTiles` tiles, fetched in the widest loads that divide them: [load][lane][words of a load].
 template <int kBits, int kTiles>
@@ -34,11 +32,10 @@ struct CodeReader {
     }
     static DEVICE void unpack(u32 (&a)[4], const u32 (&words)[kLoadWords], int tile) {
         if constexpr (kBits == 4) {
-            const u32 low = words[tile], high = words[tile] >> 8;
-            a[0] = low & 0x000f000fu;
-            a[1] = low & 0x00f000f0u;
-            a[2] = high & 0x000f000fu;
-            a[3] = high & 0x00f000f0u;
+            a[1] = words[tile] & 0x00ff00ffu;
+            a[3] = __byte_perm(words[tile], 0, 0x4341);
+            a[0] = a[1] & 0x000f000fu;
+            a[2] = a[3] & 0x000f000fu;
         } else {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

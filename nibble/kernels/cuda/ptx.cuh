@@ -61,7 +61,7 @@ DEVICE u32 rounding_error(u32 a, u32 b, u32 c) {
 // ---- tensor cores ----
 // d[16 x 8] += a[16 x 16] b[16 x 8]. Lane = 4 g + j holds of a: rows g, g+8 and columns 2j, 2j+1, 2j+8, 2j+9; of b:
 // rows 2j, 2j+1 (b0), 2j+8, 2j+9 (b1) of column g; of d: rows g (d0, d1) and g+8 (d2, d3) of columns 2j, 2j+1.
-DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+DEVICE void mma(float (&d)[4], const u32* a, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -115,6 +115,21 @@ DEVICE int load_past_l1(const int* from) {
     int y;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(y) : "l"(from) : "memory");
     return y;
+}
+
+// ---- registers ----
+// What a thread may use from here on; for all warps of a warpgroup (four that lie together).
+template <int kRegisters>
+DEVICE void raise_register_limit() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
+}
+template <int kRegisters>
+DEVICE void lower_register_limit() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+#endif
 }
 
 // ---- barriers ----

@@ -15,10 +15,19 @@ DEVICE int chunk_channel(int chunk, int j) {
 }
 DEVICE constexpr int chunk_channels(int chunk) { return (kChannelTiles & 1) && chunk == kQueryChunks - 1 ? 4 : 8; }
 
-// The pieces' pairs of channels, as the B operands of the chunk's two channel tiles: (x, y) and (z, w).
-DEVICE uint4 in_operand_order(int chunk, const u32 (&pairs)[4]) {
-    if (chunk_channels(chunk) == 4) return make_uint4(pairs[0], pairs[1], 0, 0);
-    return make_uint4(pairs[0], pairs[2], pairs[1], pairs[3]);
+// Puts a head's pairs of channels of a piece where the consumers find them. Eight heads: the two B operands of the piece's channel
+// tiles side by side. Sixteen heads: an A operand for each channel tile, [tile of the piece][piece][lane].
+DEVICE void store_piece(uint4* operands, int lane, int chunk, int head_tile, const u32 (&pairs)[4]) {
+    const bool whole = chunk_channels(chunk) == 8;
+    const u32 x = pairs[0], y = whole ? pairs[2] : pairs[1], z = whole ? pairs[1] : 0, w = whole ? pairs[3] : 0;
+    if (kHeadTiles == 1) {
+        operands[chunk * 32 + lane] = make_uint4(x, y, z, w);
+        return;
+    }
+    u32* even = reinterpret_cast<u32*>(operands + chunk * 32 + lane);
+    u32* odd = reinterpret_cast<u32*>(operands + (kQueryChunks + chunk) * 32 + lane);
+    even[head_tile] = x, even[2 + head_tile] = y;
+    odd[head_tile] = z, odd[2 + head_tile] = w;
 }
 
 DEVICE uint4* query_operands(Shared* s, int buffer, int set) {
@@ -44,86 +53,118 @@ DEVICE float normaliser(float largest) {
     return __uint_as_float(static_cast<u32>(127 + 2 - min(max(exponent, -100), 120)) << 23);
 }
 
-DEVICE void load_query(const DecodeParams& p, const Unit& unit, int head, int j, float (&x)[kQueryChunks * 8]) {
-    const long long row = (static_cast<long long>(unit.batch) * p.kv_heads + unit.kv_head) * p.group + head;
-    const bool valid = head < p.group;
+// Where registers are scarce a lane's query is read again each time.
+constexpr bool kKeepsQuery = !kShiftsRegisters || (kKScale != kStaticChannel && kHeadDim <= 128);
+constexpr int kPairsAtOnce = kKeepsQuery ? 4 * kQueryChunks : 8;
+
+// A lane's pairs of channels of a head, as they were given.
+struct LaneQuery {
+    const u16* row;  // null: there is no such head
+    int j;
+    bool is_bfloat;
+    u32 pairs[kKeepsQuery ? 4 * kQueryChunks : 1];
+
+    DEVICE LaneQuery(const DecodeParams& p, const Unit& unit, int head, int lane_j) : j(lane_j), is_bfloat(p.is_bfloat) {
+        const long long index = (static_cast<long long>(unit.batch) * p.kv_heads + unit.kv_head) * p.group + head;
+        row = head < p.group ? p.q + index * kHeadDim : nullptr;
+        if constexpr (kKeepsQuery) {
 #pragma unroll
-    for (int chunk = 0; chunk < kQueryChunks; ++chunk) {
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            u32 bits = 0;
-            if (valid && 2 * pair < chunk_channels(chunk))
-                bits = reinterpret_cast<const u32*>(p.q + row * kHeadDim + chunk_channel(chunk, j))[pair];
-            x[chunk * 8 + 2 * pair] = p.is_bfloat ? bfloat_low(bits) : half_low(bits);
-            x[chunk * 8 + 2 * pair + 1] = p.is_bfloat ? bfloat_high(bits) : half_high(bits);
+            for (int i = 0; i < 4 * kQueryChunks; ++i) pairs[i] = load(i / 4, i % 4);
         }
     }
-}
+    DEVICE u32 load(int chunk, int pair) const {
+        if (!row || 2 * pair >= chunk_channels(chunk)) return 0;
+        return reinterpret_cast<const u32*>(row + chunk_channel(chunk, j))[pair];
+    }
+    // Keeps the compiler from keeping what it has converted.
+    DEVICE void forget_numbers() {
+#pragma unroll
+        for (u32& pair : pairs) asm volatile("" : "+r"(pair));
+    }
+    DEVICE float2 operator()(int chunk, int pair) const {
+        const u32 bits = kKeepsQuery ? pairs[kKeepsQuery ? 4 * chunk + pair : 0] : load(chunk, pair);
+        return is_bfloat ? make_float2(bfloat_low(bits), bfloat_high(bits)) : make_float2(half_low(bits), half_high(bits));
+    }
+};
 
-// Stores x, normalised, as operands, and what their rounding lost at `lost`; returns the normaliser.
-template <bool kKeepLost>
-DEVICE float store_operands(uint4* to, uint4* lost, const float (&x)[kQueryChunks * 8]) {
-    float largest = 0;
-#pragma unroll
-    for (int i = 0; i < kQueryChunks * 8; ++i) largest = fmaxf(largest, fabsf(x[i]));
+// The same times numbers of the channels, static scales or zero points.
+struct WeightedQuery {
+    LaneQuery& x;
+    const float* weights;  // of the KV head's channels
+
+    DEVICE void forget_numbers() { x.forget_numbers(); }
+    DEVICE float2 operator()(int chunk, int pair) const {
+        if (2 * pair >= chunk_channels(chunk)) return make_float2(0, 0);
+        const float2 y = x(chunk, pair);
+        const float* by = weights + chunk_channel(chunk, x.j) + 2 * pair;
+        return make_float2(y.x * by[0], y.y * by[1]);
+    }
+};
+
+// What storing a head's operands found out.
+struct Stored {
+    float by;    // what normalises the head
+    float sum;   // of x
+    float lost;  // the sum of what rounding lost, normalised
+};
+
+// Stores x(chunk, pair) of a head of a head tile, normalised, as operands, and what their rounding lost at `lost`.
+template <bool kKeepLost, class Query>
+DEVICE Stored store_operands(uint4* to, uint4* lost, int lane, int head_tile, Query&& x) {
+    float largest = 0, sum = 0, lost_sum = 0;
+#pragma unroll kPairsAtOnce
+    for (int i = 0; i < kQueryChunks * 4; ++i) {
+        const float2 y = x(i / 4, i % 4);
+        largest = fmaxf(largest, fmaxf(fabsf(y.x), fabsf(y.y)));
+        sum += y.x + y.y;
+    }
+    x.forget_numbers();
     const float by = normaliser(row_max(largest));
-#pragma unroll
+#pragma unroll kPairsAtOnce / 4
     for (int chunk = 0; chunk < kQueryChunks; ++chunk) {
         u32 kept[4], rest[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float a = x[chunk * 8 + 2 * i] * by, b = x[chunk * 8 + 2 * i + 1] * by;
-            kept[i] = pack_halves(a, b);
-            rest[i] = pack_halves(a - half_low(kept[i]), b - half_high(kept[i]));
+        for (int pair = 0; pair < 4; ++pair) {
+            const float2 y = x(chunk, pair);
+            kept[pair] = pack_halves(y.x * by, y.y * by);
+            const float2 left = make_float2(y.x * by - half_low(kept[pair]), y.y * by - half_high(kept[pair]));
+            rest[pair] = pack_halves(left.x, left.y);
+            lost_sum += left.x + left.y;
         }
-        to[chunk * 32] = in_operand_order(chunk, kept);
-        if (kKeepLost) lost[chunk * 32] = in_operand_order(chunk, rest);
+        store_piece(to, lane, chunk, head_tile, kept);
+        if (kKeepLost) store_piece(lost, lane, chunk, head_tile, rest);
     }
-    return by;
+    return {by, row_sum(sum), row_sum(lost_sum)};
 }
 
-// x <- x * static scale; returns the sum of x * static zero.
-DEVICE float apply_static_scales(const DecodeParams& p, int kv_head, int j, float (&x)[kQueryChunks * 8]) {
+DEVICE float sum_of(const WeightedQuery& x) {
     float sum = 0;
-#pragma unroll
-    for (int chunk = 0; chunk < kQueryChunks; ++chunk) {
-#pragma unroll
-        for (int i = 0; i < chunk_channels(chunk); ++i) {
-            const int channel = kv_head * kHeadDim + chunk_channel(chunk, j) + i;
-            sum += x[chunk * 8 + i] * p.k_zero[channel];
-            x[chunk * 8 + i] *= p.k_scale[channel];
-        }
+#pragma unroll kPairsAtOnce
+    for (int i = 0; i < kQueryChunks * 4; ++i) {
+        const float2 y = x(i / 4, i % 4);
+        sum += y.x + y.y;
     }
+    x.x.forget_numbers();
     return row_sum(sum);
 }
-
-// For later architectures the compiler would keep the queries of both head tiles in registers that there are not.
-#if __CUDA_ARCH__ >= 1000
-constexpr int kTilesAtOnce = 1;
-#else
-constexpr int kTilesAtOnce = kHeadTiles;
-#endif
 
 DEVICE void prepare_queries(const DecodeParams& p, const Unit& unit, Shared* s, int buffer, int lane) {
     const int j = lane & 3;
     const float to_log2 = p.softmax_scale * 1.4426950408889634f;
-#pragma unroll kTilesAtOnce
+#pragma unroll 1
     for (int tile = 0; tile < kHeadTiles; ++tile) {
         const int head = tile * 8 + lane / 4;
-        float x[kQueryChunks * 8];
-        load_query(p, unit, head, j, x);
-        const int at = tile * kQueryChunks * 32 + lane;
-        const float raw = to_log2 / store_operands<false>(query_operands(s, buffer, 0) + at, nullptr, x);
-        float coded = raw, zero = 0;
-        if (kKScale == kToken) {
-            float sum = 0;
-#pragma unroll
-            for (int i = 0; i < kQueryChunks * 8; ++i) sum += x[i];
-            zero = row_sum(sum) * to_log2;
-        }
+        LaneQuery x(p, unit, head, j);
+        const Stored stored = store_operands<false>(query_operands(s, buffer, 0), nullptr, lane, tile, x);
+        const float raw = to_log2 / stored.by;
+        float coded = raw, zero = stored.sum * to_log2;
         if constexpr (kKScale == kStaticChannel) {
-            zero = apply_static_scales(p, unit.kv_head, j, x) * to_log2;
-            coded = to_log2 / store_operands<true>(query_operands(s, buffer, 1) + at, query_operands(s, buffer, 2) + at, x);
+            const int first = unit.kv_head * kHeadDim;
+            zero = sum_of(WeightedQuery{x, p.k_zero + first}) * to_log2;
+            uint4 *const scaled = query_operands(s, buffer, 1), *const lost = query_operands(s, buffer, kSplit ? 2 : 1);
+            const Stored again = store_operands<kSplit>(scaled, lost, lane, tile, WeightedQuery{x, p.k_scale + first});
+            coded = to_log2 / again.by;
+            if (kAddsMiddle) zero += kMiddleCode * again.lost * coded;
         }
         if (j == 0) query_factors(s, buffer)[head] = make_float4(raw, coded * 16777216.0f, zero, 0);
     }

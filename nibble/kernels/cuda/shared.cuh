@@ -16,7 +16,8 @@ struct ItemHeader {
 constexpr int kQueryBuffers = 2;
 constexpr int kMaxStages = 32;
 constexpr int kQuerySetBytes = kHeadTiles * kQueryChunks * 32 * 16;       // one query operand for every lane
-constexpr int kQuerySets = kKScale == kStaticChannel ? 3 : 1;  // raw; static formats: times the scales, and what rounding them lost
+// Raw queries; static formats: those times the scales, and with kSplit what rounding these lost.
+constexpr int kQuerySets = kKScale != kStaticChannel ? 1 : kSplit ? 3 : 2;
 constexpr int kQueryBytes = kQuerySets * kQuerySetBytes + kHeadSlots * 16;
 
 struct Shared {
@@ -32,8 +33,8 @@ struct Shared {
     int unused;
     ItemHeader headers[kMaxStages];
     uint4 queries[kQueryBuffers][kQueryBytes / 16];
-    float4 merge_states[kMaxConsumers][kHeadSlots];  // maximum, sum, sum of p zero, weight
-    float4 merge_heads[kHeadSlots];                  // factor, what to add, log-sum-exp
+    float2 merge_states[kMaxConsumers][kHeadSlots];  // maximum (later weight) and sum
+    float merge_lse[kHeadSlots];
     u32 opened[kMaxStages];                          // the item for which the producer has opened the stage
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "nibble/kernels/instances.py has another idea of struct Shared");
@@ -63,7 +64,7 @@ struct RingPlace {
 
 struct Carved {
     Shared* fixed;
-    float* merge_out;
+    MergeNumber* merge_out;
     int* splits_before;
     u32 stages;  // shared address
 };
@@ -73,8 +74,8 @@ DEVICE Carved carve(const DecodeParams& p) {
     Carved c;
     c.fixed = reinterpret_cast<Shared*>(memory);
     u32 at = round_up_128(sizeof(Shared));
-    c.merge_out = reinterpret_cast<float*>(memory + at);
-    at += p.consumers * kHeadSlots * kMergeStride * 4;
+    c.merge_out = reinterpret_cast<MergeNumber*>(memory + at);
+    at += p.consumers * kHeadSlots * kMergeStride * sizeof(MergeNumber);
     c.splits_before = reinterpret_cast<int*>(memory + at);
     at = round_up_128(at + (p.batch + 1) * 4);
     c.stages = shared_address(memory) + at;
