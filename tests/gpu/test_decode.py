@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nibble.errors import NibbleError
-from nibble.formats import FORMATS, INT8_PAGE, KVFormat
+from nibble.formats import FORMATS, INT8_PAGE, KVFormat, ScaleKind
 from nibble.kernels import compiler, driver
 from nibble.kernels.decode import DecodeWorkspace, decode_attention_op
 from nibble.kernels.instances import KERNEL_HEAD_DIMS
