@@ -53,8 +53,9 @@ DEVICE float normaliser(float largest) {
     return __uint_as_float(static_cast<u32>(127 + 2 - min(max(exponent, -100), 120)) << 23);
 }
 
-// Where registers are scarce a lane's query is read again each time.
-constexpr bool kKeepsQuery = !kShiftsRegisters || (kKScale != kStaticChannel && kHeadDim <= 128);
+// Where registers are scarce, or static scales make the code long for the instruction cache, a lane's query is read again each
+// time.
+constexpr bool kKeepsQuery = kKScale != kStaticChannel && (!kShiftsRegisters || kHeadDim <= 128);
 constexpr int kPairsAtOnce = kKeepsQuery ? 4 * kQueryChunks : 8;
 
 // A lane's pairs of channels of a head, as they were given.
