@@ -1,6 +1,7 @@
 // From packed codes to tensor-core operands. A 16 x 16 tile of codes is one A operand: K as tokens x channels, V as
 // channels x tokens. A lane's codes of a tile lie together, and a code c becomes the fp16 number c 2^-24 (a subnormal, so
-// its bits are the code itself): no conversion, only masks. In 4-bit tiles the rows g + 8 come out 16 times larger.
+// its bits are the code itself): no conversion, only masks. In 4-bit tiles the rows g + 8 come out as whole bytes: the code of
+// the row g and 16 times their own.
 //
 //   4 bits, one word a tile:   bits 0-3 (g, 2j)   4-7 (g+8, 2j)   8-11 (g, 2j+8)   12-15 (g+8, 2j+8)   and the same
 //                              from bit 16 for columns 2j+1 and 2j+9
