@@ -1,10 +1,14 @@
 """Text as it comes: characters spread over tokens, and stop strings spread over tokens."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nibble.runtime.text import TextStream
+from nibble.models import load_tokenizer
+from nibble.runtime.text import TextStream, text_decoder
+from tests.conftest import write_byte_tokenizer
 
 
 def decode_bytes(token_ids: list[int]) -> str:
@@ -50,3 +54,12 @@ def test_a_character_waits_for_its_last_byte(text: str, pieces: list[str]) -> No
 def test_broken_bytes_do_not_hold_the_stream_for_ever() -> None:
     output = TextStream(decode_bytes)
     assert sum(len(output.push(0xFF)) for _ in range(20)) > 0
+
+
+def test_text_straight_from_the_library_is_what_transformers_makes(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    decode = text_decoder(tokenizer)
+    assert getattr(decode, "func", None) == tokenizer.backend_tokenizer.decode
+    ids = [*tokenizer.encode("One, two .  Größe 😀"), *range(len(tokenizer)), *tokenizer.all_special_ids]
+    assert decode(ids) == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -10,7 +10,7 @@ struct ItemContext {
     const DecodeParams& p;
     int kv_head;
     Shared* shared;
-    int buffer;     // of the queries
+    int buffer;  // of the queries
     int lane;
 
     // This lane's query operands: raw, or with kStaticChannel times the scales (1), and what rounding those lost (2).
@@ -206,7 +206,6 @@ struct ChannelSums {
             mma(odd, rows, b[0], b[1]);
     }
     DEVICE void add_rounded(const QueryChunk& product, bool whole) {
-        constexpr u32 kOnes = 0x3c003c00u;
         HeadOperand b;
         product.operand(b, false);
         mma(rounded, b, kOnes, kOnes);
@@ -321,7 +320,7 @@ DEVICE void weigh_by_values(RunningState& s, HeadOperand (&b)[kTokenTiles], u32 
         }
     } else {
 #pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) s.sums.add(b[t], 0x3c003c00u, 0x3c003c00u, lane);
+        for (int t = 0; t < kTokenTiles; ++t) s.sums.add(b[t], kOnes, kOnes, lane);
     }
 }
 

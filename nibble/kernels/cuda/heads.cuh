@@ -56,6 +56,8 @@ DEVICE float max_over_rows(float x) {
     return x;
 }
 
+constexpr u32 kOnes = 0x3c003c00u;  // a pair of ones in fp16
+
 // Two sums over tokens for every head: of its probabilities, and of those times a number of each token. Tensor cores add
 // them up: the other operand is ones in lanes of odd g and the tokens' numbers in the others.
 struct TokenSums {
@@ -64,7 +66,6 @@ struct TokenSums {
     DEVICE void clear() { d[0] = d[1] = d[2] = d[3] = 0; }
     // `lower` and `upper` are numbers of the tokens 2j, 2j + 1 of the halves of a tile.
     DEVICE void add(const HeadOperand& p, u32 lower, u32 upper, int lane) {
-        constexpr u32 kOnes = 0x3c003c00u;
         if (lane & 4) lower = upper = kOnes;
         if constexpr (kHeadsAreRows) {
             mma(d, p, lower, upper);

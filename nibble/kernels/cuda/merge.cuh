@@ -2,9 +2,8 @@
 // states, a head each in turn, the final one when the sequence has a single split. After a block's last unit the consumers
 // are the mergers.
 //
-// A consumer's result, normalised, goes to a slot that follows from the unit's items
-// alone, and every sum runs over the slots in a fixed order, so what comes out does not depend on what else the block has done,
-// nor on who merges.
+// A consumer's result, normalised, goes to a slot that follows from the unit's items alone, and every sum runs over the slots in
+// a fixed order, so what comes out does not depend on what else the block has done, nor on who merges.
 #pragma once
 #include "result.cuh"
 #include "state.cuh"
